@@ -1,11 +1,12 @@
-"""How charts look, and how they are drawn: Vega-Lite by altair, SVG and PNG by vl-convert.
+"""The style of charts and their drawing: altair makes Vega-Lite, and vl-convert makes SVG of it.
 
     chart = layered([line, dots], height=260)          # Vega-Lite
     svg(chart, 420)                                    # text of an SVG
 
-To import it raises MissingPackage where what draws is not installed.
+Importing this module raises MissingPackage if altair or vl-convert is not installed.
 
-Colours are safe for the colour-blind (Okabe and Ito 2008). On a dark page CSS recolours the SVG.
+The colors are safe for color-blind readers (Okabe and Ito 2008). CSS recolors the SVG on a dark
+page.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ except ImportError as problem:
     ) from problem
 
 Row = dict[str, Any]
-Spec = dict[str, Any]  # Vega-Lite
+Spec = dict[str, Any]  # a Vega-Lite specification
 Layer = Any  # an altair chart
 
 FONT = 'Inter, "Helvetica Neue", Helvetica, Arial, "Liberation Sans", sans-serif'
@@ -41,9 +42,18 @@ CPU = "#2a78b5"  # confirmed on this CPU
 ESTIMATED = "#9cc5e3"
 GPU = "#d97b3f"  # confirmed on this machine's GPU
 GPU_ESTIMATED = "#f1c9a9"
-PREDICTED = "#fbeadd"  # within a dashed line of the GPU's colour
-SERIES = tuple("#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #7a5195 #444c56 #e69f00".split())
-DARK = {
+PREDICTED = "#fbeadd"  # within a dashed outline in the GPU's color
+SERIES = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#7a5195",
+    "#444c56",
+    "#e69f00",
+)
+DARK = {  # color on a light page -> color on a dark page
     INK: "#e6ecf1",
     MUTED: "#a3b1bd",
     FAINT: "#2a3641",
@@ -94,65 +104,67 @@ _SECONDS_LABEL = (
     "format(datum.value, '~r') + ' s'"
 )
 
-_SHORT = {"/s": "/s", " a minute": "/min", " an hour": "/h"}
+_SHORT_UNITS = {"/s": "/s", " a minute": "/min", " an hour": "/h"}
 
 
 def data(rows: Sequence[Row]) -> Layer:
-    """A chart of these rows, which stand in the specification."""
+    """Return a chart of these rows. Its specification contains them, so no file is needed."""
     return alt.Chart(alt.InlineData(values=list(rows)))
 
 
 def layered(layers: Sequence[Layer], height: int, title: str = "") -> Spec:
-    """The layers as Vega-Lite; `svg` and `png` give the width."""
+    """Return the layers as one Vega-Lite chart, `height` pixels high. `svg` sets the width."""
     chart = alt.layer(*layers).properties(height=height)
     if title:
         chart = chart.properties(title=title)
-    done: Spec = chart.resolve_scale(color="independent").configure(**CONFIG).to_dict()
-    return done
+    spec: Spec = chart.resolve_scale(color="independent").configure(**CONFIG).to_dict()
+    return spec
 
 
 def palette(field: str, colours: Mapping[str, str], legend: bool = True) -> Any:
-    """A colour for each value of `field`."""
+    """Return the color encoding of `field`. `colours`: value of the field -> color."""
     scale = alt.Scale(domain=list(colours), range=list(colours.values()))
-    shown = alt.Legend() if legend else None
-    return alt.Color(field, scale=scale, legend=shown)
+    return alt.Color(field, scale=scale, legend=alt.Legend() if legend else None)
 
 
 def series(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name; they repeat after eight."""
+    """Return a color for each name. Colors repeat after eight names."""
     return {name: SERIES[index % len(SERIES)] for index, name in enumerate(names)}
 
 
-def ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round numbers from low to high: 1, 2, 5 of every decade, fewer where there are too many."""
+def ticks(low: float, high: float, max_ticks: int = 7) -> list[float]:
+    """Return round numbers from `low` to `high` for a log scale: 1, 2 and 5 of every decade, or
+    fewer of each decade if these are more than `max_ticks`."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
-    for steps in ((1, 2, 5), (1, 3), (1,)):
-        every = [float(f"{step}e{decade}") for decade in decades for step in steps]
-        found = [tick for tick in every if low <= tick <= high]
-        if len(found) <= most:
+    ticks_in_range: list[float] = []
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        candidates = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
+        ticks_in_range = [tick for tick in candidates if low <= tick <= high]
+        if len(ticks_in_range) <= max_ticks:
             break
-    return found
+    return ticks_in_range
 
 
-def rate_ticks(low: float, high: float, like: float | None, most: int = 7) -> list[float]:
-    """Requests/s that are round in the unit of `like`."""
-    times, _ = formatting.rate_unit(like)
-    return [tick / times for tick in ticks(low * times, high * times, most)]
+def rate_ticks(low: float, high: float, like: float | None, max_ticks: int = 7) -> list[float]:
+    """Return ticks in requests/s, from `low` to `high`, that are round numbers in the unit in which
+    the rate `like` is written (a second, a minute or an hour)."""
+    factor, _ = formatting.rate_unit(like)
+    return [tick / factor for tick in ticks(low * factor, high * factor, max_ticks)]
 
 
 def rate_label(rate: float, like: float | None) -> str:
-    """`20/h`, `50/min`, `5/s`."""
-    times, unit = formatting.rate_unit(like)
-    return f"{formatting.significant(rate * times, 1)}{_SHORT[unit]}"
+    """Return a rate, in requests/s, with the unit in which `like` is written: `20/h`, `50/min`."""
+    factor, unit = formatting.rate_unit(like)
+    return f"{formatting.significant(rate * factor, 1)}{_SHORT_UNITS[unit]}"
 
 
 def rate_axis(low: float, high: float, like: float | None) -> alt.X:
-    """Rates on a log scale, in the unit of `like`."""
-    times, unit = formatting.rate_unit(like)
+    """Return a logarithmic axis of the field `rate`, from `low` to `high` requests/s, labelled in
+    the unit in which the rate `like` is written."""
+    factor, unit = formatting.rate_unit(like)
     axis = alt.Axis(
         title=f"requests{unit.replace('/s', ' a second')}, logarithmic",
-        labelExpr=f"format(datum.value * {times}, ',.3~r')",
+        labelExpr=f"format(datum.value * {factor}, ',.3~r')",
         values=rate_ticks(low, high, like, 6),
         labelOverlap=False,
     )
@@ -160,14 +172,16 @@ def rate_axis(low: float, high: float, like: float | None) -> alt.X:
 
 
 def seconds_axis(low: float, high: float) -> alt.Y:
-    """Times on a log scale; what lies above its end is drawn at the end."""
+    """Return a logarithmic axis of the field `seconds`. Values outside the range are drawn at its
+    ends."""
     axis = alt.Axis(title=None, labelExpr=_SECONDS_LABEL, values=ticks(low, high, 6))
     scale = alt.Scale(type="log", domain=[low, high], nice=False, clamp=True)
     return alt.Y("seconds:Q", scale=scale, axis=axis)
 
 
 def rule_at(value: float, text: str, y: alt.Y, colour: str = SLO) -> list[Layer]:
-    """A dashed line across, with its text above it at the left."""
+    """Return a dashed horizontal line at `value` of the axis `y`, with its text above its left
+    end."""
     field: Any = y.to_dict()
     line = data([{str(field["field"]): value, "text": text}])
     mark = {"align": "left", "baseline": "bottom", "dx": 3, "dy": -3, "fontSize": 11}
@@ -178,7 +192,7 @@ def rule_at(value: float, text: str, y: alt.Y, colour: str = SLO) -> list[Layer]
 
 
 def rate_line(rate: float, text: str, x: alt.X) -> list[Layer]:
-    """A line upwards at a rate, with its text at the top, left of it."""
+    """Return a vertical line at `rate` of the axis `x`, with its text left of its upper end."""
     line = data([{"rate": rate, "text": text}])
     mark = {"align": "right", "baseline": "top", "dx": -4, "fontSize": 11}
     return [
@@ -188,15 +202,15 @@ def rate_line(rate: float, text: str, x: alt.X) -> list[Layer]:
 
 
 def svg(chart: Spec, width: int) -> str:
-    """The chart as an SVG of this width in pixels."""
+    """Return the chart as the text of an SVG, `width` pixels wide."""
     return str(vl_convert.vegalite_to_svg(chart | {"width": width}))
 
 
 def dark_rules() -> str:
-    """CSS that recolours drawn charts where the reader prefers a dark page."""
+    """Return CSS that recolors charts for readers who prefer dark pages."""
     rules = [
-        f'.chart svg [{where}="{light}"]{{{where}:{dark}}}'
+        f'.chart svg [{attribute}="{light}"]{{{attribute}:{dark}}}'
         for light, dark in DARK.items()
-        for where in ("fill", "stroke")
+        for attribute in ("fill", "stroke")
     ]
     return f"@media screen and (prefers-color-scheme: dark) {{ {' '.join(rules)} }}\n"

@@ -1,11 +1,11 @@
-"""A copy of a run that one may give away: by a list of what is kept, not of what is removed.
+"""A copy of a run without private data, for publishing (`crossover report --share`).
 
-    export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan read it
+    export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan can read it
 
-Kept: times, counts, rates, sizes, states, step-time models, names of the ladder's models, formats
-and engines, the CPU's and the GPUs' names. Everything else (hosts, users, paths, addresses,
-commands, error texts, reasons, processes, the campaign's own text) is left out. `crossover report
-shared` makes the same page.
+The copy is made by an allowlist. It keeps times, counts, rates, sizes, states, step-time models,
+and the names of ladder models, weight formats, engines, the CPU and the GPUs. Everything else is
+left out: hosts, users, paths, addresses, commands, error texts, reasons, processes and the text of
+the campaign file. `crossover report shared` makes the same page as for the run itself.
 """
 
 from __future__ import annotations
@@ -33,44 +33,109 @@ from crossover.models.weights_manifest import write_atomically
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.slo import SLO_PRESETS
 
-# Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number
-# is. Numbers and booleans under any other key are kept, texts are not.
-KEPT = frozenset(
-    "kind cell level state method verdict cause backend weight_format device model name "
-    "preset policy kv_dtype error finish_reason arrivals key workload standby by family".split()
+# Keys whose texts are kept: only Crossover writes them, never a user or a server. Under any other
+# key, numbers and booleans are kept and texts are not.
+TEXT_KEYS = frozenset(
+    (
+        "kind",
+        "cell",
+        "level",
+        "state",
+        "method",
+        "verdict",
+        "cause",
+        "backend",
+        "weight_format",
+        "device",
+        "model",
+        "name",
+        "preset",
+        "policy",
+        "kv_dtype",
+        "error",
+        "finish_reason",
+        "arrivals",
+        "key",
+        "workload",
+        "standby",
+        "by",
+        "family",
+    )
 )
-LEFT_OUT = frozenset(
-    "command campaign_text url target placement layout sampling hostname error_message request_id "
-    "other_processes engines options cache details reason reasons file replay path "
-    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels source "
-    "missing".split()
+# Keys that are left out with all that they hold, unless it is a single number.
+PRIVATE_KEYS = frozenset(
+    (
+        "command",
+        "campaign_text",
+        "url",
+        "target",
+        "placement",
+        "layout",
+        "sampling",
+        "hostname",
+        "error_message",
+        "request_id",
+        "other_processes",
+        "engines",
+        "options",
+        "cache",
+        "details",
+        "reason",
+        "reasons",
+        "file",
+        "replay",
+        "path",
+        "cpu_name",
+        "api_key_env",
+        "gpu_note",
+        "uuid",
+        "endpoint_notes",
+        "device_name",
+        "cell_levels",
+        "source",
+        "missing",
+    )
 )
-NAMED = ("cell", "level", "key", "model", "name")  # texts that may hold a model or a cell
-FACTS = (
-    *("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores"),
-    *("memory_total_bytes", "virtualisation", "system"),
+# Keys whose texts may contain the name of a model or the key of a cell, which are then replaced.
+NAME_KEYS = ("cell", "level", "key", "model", "name")
+MACHINE_FACTS = (
+    "cpu_model",
+    "architecture",
+    "isa",
+    "logical_cores",
+    "physical_cores",
+    "allowed_cores",
+    "memory_total_bytes",
+    "virtualisation",
+    "system",
 )
 GPU_FACTS = ("name", "vendor", "total_bytes", "power_limit_watts")
 MANIFEST_KEYS = ("created", "crossover_version", "versions")
-MAX_TEXT = 80
+MAX_TEXT_CHARACTERS = 80
 
 
 def export_run(folder: Path, out: Path) -> list[str]:
-    """Write the copy; returns what is in it, in lines. Raises ReportError, BadRunFolder."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [1]):
+    """Write a copy of the run in `folder` to `out`, a new or empty folder.
+
+    Returns lines that say what the copy contains. Raises ReportError if `out` is not empty or
+    cannot be written, and BadRunFolder if `folder` holds no run.
+    """
+    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_new:
         raise ReportError(f"--share {str(out)!r} exists already. Give a new folder")
     run = read_records(folder)
-    own = _own_names(run.manifest.cells)
-    events = [_event(one, own) for one in run.events]
-    requests = [_kept(msgspec.to_builtins(one), own) for one in run.requests()]
-    samples = [_kept(msgspec.to_builtins(one), own) for one in run.samples]
-    manifest = _manifest(run, own)
+    aliases = _aliases(run.manifest.cells)
+    events = [_public_event(event, aliases) for event in run.events]
+    requests = [_public(msgspec.to_builtins(record), aliases) for record in run.requests()]
+    samples = [_public(msgspec.to_builtins(sample), aliases) for sample in run.samples]
+    manifest = _public_manifest(run, aliases)
+    # The ID of the run would name its host, so the copy's is made from its contents.
     digest = hashlib.sha256(b"".join(map(msgspec.json.encode, requests))).hexdigest()[:10]
     manifest["format_version"] = FORMAT_VERSION
     manifest["run_id"] = f"{run.manifest.created[:10]}-{digest}"
     files = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"}
     for name, records in ((EVENTS, events), (REQUESTS, requests), (SAMPLES, samples)):
-        files[name] = b"".join(msgspec.json.encode(one) + b"\n" for one in records)
+        files[name] = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -78,7 +143,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     except OSError as problem:
         raise ReportError(f"{out} cannot be written: {problem.strerror}") from problem
     size = formatting.size(sum(map(len, files.values())))
-    texts = sorted({*_texts([manifest, events, requests, samples])})
+    texts = sorted(set(_texts([manifest, events, requests, samples])))
     return [
         f"{out}: {len(requests)} requests (times and token counts), {len(samples)} samples, {size}",
         "left out: hosts, users, paths, addresses, commands, error texts, reasons, the campaign",
@@ -86,82 +151,87 @@ def export_run(folder: Path, out: Path) -> list[str]:
     ]
 
 
-def _own_names(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What stands in place of keys and models that hold a path, a host or a name; longest first."""
-    own: dict[str, str] = {}
+def _aliases(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what replaces the keys of cells and the names of models that may contain a path, a
+    host or a private name, the longest first."""
+    aliases: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         model = str(cell.get("model"))
-        is_own = cell.get("identity") is not None or not is_ladder_model(model)
-        if cell.get("url") or is_own:
-            own[str(cell["key"])] = f"cell {number}"
-        if is_own:
-            own.setdefault(model, f"model {number}")
-    return dict(sorted(own.items(), key=lambda pair: -len(pair[0])))
+        is_own_model = cell.get("identity") is not None or not is_ladder_model(model)
+        if cell.get("url") or is_own_model:
+            aliases[str(cell["key"])] = f"cell {number}"
+        if is_own_model:
+            aliases.setdefault(model, f"model {number}")
+    return dict(sorted(aliases.items(), key=lambda pair: -len(pair[0])))
 
 
 def _slo_name(name: str) -> str:
-    """Of a preset, or `own`."""
+    """Return the name of an SLO preset, or `own` for any other name."""
     return name if name in SLO_PRESETS else "own"
 
 
-def _manifest(run: RunRecords, own: Mapping[str, str]) -> dict[str, Any]:
-    whole = msgspec.to_builtins(run.manifest)
-    facts = {key: whole["server_facts"].get(key) for key in FACTS}
+def _public_manifest(run: RunRecords, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the run's manifest as the copy has it."""
+    manifest = msgspec.to_builtins(run.manifest)
+    facts = {key: manifest["server_facts"].get(key) for key in MACHINE_FACTS}
     facts["gpus"] = [
         {key: gpu[key] for key in GPU_FACTS if gpu.get(key) is not None}
-        for gpu in whole["server_facts"].get("gpus") or []
+        for gpu in manifest["server_facts"].get("gpus") or []
     ]
-    campaign = _kept(whole["campaign"], own)
+    campaign = _public(manifest["campaign"], aliases)
     if (slo := campaign.get("slo")) is not None:
         slo["name"] = _slo_name(str(slo.get("name")))
     return {
-        **{key: whole[key] for key in MANIFEST_KEYS},
+        **{key: manifest[key] for key in MANIFEST_KEYS},
         "command": ["crossover", "campaign", "run"],
         "campaign": campaign | {"name": "shared"},
         "campaign_text": "",
-        "cells": [_kept(cell, own) for cell in whole["cells"]],
-        "server_facts": {k: v for k, v in facts.items() if v not in (None, [])},
+        "cells": [_public(cell, aliases) for cell in manifest["cells"]],
+        "server_facts": {key: fact for key, fact in facts.items() if fact not in (None, [])},
         "client_facts": {},
     }
 
 
-def _event(event: Event, own: Mapping[str, str]) -> dict[str, Any]:
-    """Its numbers and known words; a reason that must be there says that it is left out."""
-    kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
+def _public_event(event: Event, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return an event as the copy has it. A required `reason` is replaced by "(left out)"."""
+    public_event: dict[str, Any] = _public(msgspec.to_builtins(event), aliases)
     if isinstance(getattr(event, "reason", None), str):
-        kept["reason"] = "(left out)"
+        public_event["reason"] = "(left out)"
     if isinstance(event, CellFinished):
-        kept["capacity"]["reason"] = ""
-    return kept
+        public_event["capacity"]["reason"] = ""
+    return public_event
 
 
-def _kept(value: Any, own: Mapping[str, str]) -> Any:
-    """Numbers, and texts of known keys; a model that is no ladder model is called `model N`, its
-    cell `cell N`."""
+def _public(value: Any, aliases: Mapping[str, str]) -> Any:
+    """Return the parts of a JSON value that may be published: numbers, booleans, and the texts of
+    TEXT_KEYS that are short and contain no path. Private names are replaced by their aliases."""
     if isinstance(value, Mapping):
-        found = {}
+        public_items = {}
         for key, item in value.items():
-            if key in LEFT_OUT and not isinstance(item, float):  # slo.target is a number
+            if key in PRIVATE_KEYS and not isinstance(item, float):  # slo.target is a number
                 continue
             if not isinstance(item, str):
-                found[key] = _kept(item, own)
-            elif key in KEPT:
-                text = _renamed(item, own) if key in NAMED else item
-                if len(text) <= MAX_TEXT and "/" not in text:
-                    found[key] = text
-        return found
+                public_items[key] = _public(item, aliases)
+            elif key in TEXT_KEYS:
+                text = _with_aliases(item, aliases) if key in NAME_KEYS else item
+                if len(text) <= MAX_TEXT_CHARACTERS and "/" not in text:
+                    public_items[key] = text
+        return public_items
     if isinstance(value, list | tuple):
-        return [_kept(item, own) for item in value if not isinstance(item, str)]
+        return [_public(item, aliases) for item in value if not isinstance(item, str)]
     return value
 
 
-def _renamed(text: str, own: Mapping[str, str]) -> str:
-    """In one pass, so what is put in is not renamed again."""
-    names = "|".join(re.escape(name) for name in own if name)
-    return re.sub(names, lambda found: own[found[0]], text) if names else text
+def _with_aliases(text: str, aliases: Mapping[str, str]) -> str:
+    """Return the text with each private name replaced, in one pass, so that aliases are never
+    replaced in turn."""
+    pattern = "|".join(re.escape(name) for name in aliases if name)
+    return re.sub(pattern, lambda match: aliases[match[0]], text) if pattern else text
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value, except the keys of cells and levels and the kinds of
+    events."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

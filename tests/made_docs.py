@@ -15,7 +15,7 @@ from crossover.models.model_families import FAMILIES
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
-from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render.plan_text import as_text
 from crossover.serving.toml_files import read_toml
 from tests.campaign_template import campaign_template
@@ -67,8 +67,8 @@ def quantities() -> list[str]:
 def plan_output(name: str) -> str:
     """What `crossover plan` says to a file of docs/plan-examples."""
     folder = ROOT / "docs" / "plan-examples"
-    asked = asked_of(read_toml(folder / f"{name}.toml", BadPlan)[0], folder)
-    said = as_text(make_plan(asked, candidates_of(asked)), 110)
+    question = question_of_tables(read_toml(folder / f"{name}.toml", BadPlan)[0], folder)
+    said = as_text(make_plan(question, candidates_of(question)), 110)
     return "\n".join(line.rstrip() for line in said.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""`crossover plan`: which machines serve a forecast, at what cost, and how sure that is.
+"""`crossover plan`: which machines serve a forecast, at what cost, and with which certainty.
 
 crossover plan --example > plan.toml
 crossover plan plan.toml --run runs/ID
@@ -20,9 +20,9 @@ from crossover.models import formatting
 from crossover.models.model_ladder import is_ladder_model
 from crossover.reports.devices.device_catalog import devices, user_file
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_costs import make_plan
+from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan
-from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render.plan_text import as_json, as_text
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
@@ -31,7 +31,7 @@ from crossover.serving.toml_files import read_toml
 
 TEXT_COLUMNS = 110
 PRESETS = ", ".join(SLO_PRESETS)
-RATES = ("peak_rate", "mean_rate", "users", "requests_per_user")
+RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,20 +88,23 @@ def _plan(options: PlanOptions) -> None:
         return
     folder = options.file.parent if options.file is not None else Path()
     with Console(stderr=True).status("simulating") as status:
-        asked = asked_of(_tables(options, folder), folder)
-        candidates = candidates_of(asked, lambda what: status.update(f"simulating: {what}"))
+        question = question_of_tables(_tables(options), folder)
+        candidates = candidates_of(question, lambda name: status.update(f"simulating: {name}"))
         status.update("what would change the choice")
-        made = make_plan(asked, candidates)
+        cost_plan = make_plan(question, candidates)
     if options.chart is not None:
-        _write_chart(options.chart, made)
-    typer.echo(as_json(made) if options.as_json else as_text(made, width))
+        _write_chart(options.chart, cost_plan)
+    typer.echo(as_json(cost_plan) if options.as_json else as_text(cost_plan, width))
 
 
 plan = command_of(PlanOptions, _plan)
 
 
-def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
-    """The plan file with the options in the place of its keys."""
+def _tables(options: PlanOptions) -> dict[str, Any]:
+    """Return the tables of the plan file, in which options replace keys and add machines.
+
+    Raises ReportError for options that contradict each other, and BadPlan for a broken file.
+    """
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
     if options.file is None and (options.model is None or options.rate is None):
         raise ReportError(
@@ -110,60 +113,60 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
     model = options.model
     if model is not None and Path(model).exists() and not is_ladder_model(model):
         model = str(Path(model).absolute())
-    given = {"model": model, "slo": options.slo, "devices": options.device or None}
-    tables |= {name: value for name, value in given.items() if value is not None}
+    replacements = {"model": model, "slo": options.slo, "devices": options.device or None}
+    tables |= {name: value for name, value in replacements.items() if value is not None}
     if options.rate is not None:
-        kept = {k: v for k, v in tables.get("forecast", {}).items() if k not in RATES}
-        tables["forecast"] = {**kept, "peak_rate": options.rate}
+        forecast = tables.get("forecast", {})
+        other_keys = {name: forecast[name] for name in forecast if name not in RATE_KEYS}
+        tables["forecast"] = {**other_keys, "peak_rate": options.rate}
     if options.price is not None and (not options.run or not 0 <= options.price < math.inf):
         raise ReportError(
             f"--price {options.price:g} must be 0 or more: the $/h of the machine of --run."
         )
-    named = [("run", one) for one in options.run or []]
-    named += [("file", one) for one in options.machine or []]
-    cost: dict[str, Any] = {}
+    price_keys: dict[str, Any] = {}
     if options.price is not None:
-        cost = {"is_paid": not options.price}
+        price_keys = {"is_paid": not options.price}
         if options.price:
-            cost["dollars_per_hour"] = options.price
-    # paths of the command line are relative to where it is typed, those of the file to its folder
-    machines = [
-        {kind: str(path.absolute()), **(cost if kind == "run" else {})} for kind, path in named
-    ]
+            price_keys["dollars_per_hour"] = options.price
+    # Paths on the command line are relative to the current folder, those in the file to its folder.
+    machines = [{"run": str(path.absolute()), **price_keys} for path in options.run or []]
+    machines += [{"file": str(path.absolute())} for path in options.machine or []]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
 
 
-def _write_chart(path: Path, made: Any) -> None:
-    from crossover.reports.render.plan_chart import staircase  # altair takes half a second
+def _write_chart(path: Path, cost_plan: Plan) -> None:
+    """Write the chart of the costs, in the format of the path's suffix. Raises ReportError."""
+    from crossover.reports.render.plan_chart import cost_chart  # importing altair takes 0.5 s
 
     if path.suffix not in (".png", ".svg", ".html"):
         raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")
     try:
-        staircase(made).save(str(path))
+        cost_chart(cost_plan).save(str(path))
     except OSError as problem:
         raise ReportError(f"{path} cannot be written: {problem.strerror}") from problem
 
 
 def _devices() -> Table:
-    """What is known of each device; a price is of one for an hour, on that date."""
+    """Return the table of all known devices, with the hourly price of one and the price's date."""
     title = f"Devices (add your own in {user_file()})"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
     for name in ("device", "kind", *numbers, "price of"):
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
         table.add_column(name, justify=justify, no_wrap=True)
-    for one in devices():
-        tflops, price = one.tflops.fp16, one.dollars_per_hour
+    for device in devices():
+        tflops, price = device.tflops.fp16, device.dollars_per_hour
+        price_source = f"{device.price_basis or device.price_source}, {device.price_date}"
         table.add_row(
-            one.name,
-            one.kind,
-            "" if one.memory_gib is None else f"{one.memory_gib:g} GiB",
-            f"{formatting.significant(one.bandwidth_gb_per_second)} GB/s",
+            device.name,
+            device.kind,
+            "" if device.memory_gib is None else f"{device.memory_gib:g} GiB",
+            f"{formatting.significant(device.bandwidth_gb_per_second)} GB/s",
             "" if tflops is None else f"{tflops:g} TFLOP/s",
-            "" if one.watts is None else f"{one.watts:g} W",
+            "" if device.watts is None else f"{device.watts:g} W",
             formatting.dollars_per_hour(price),
-            "" if price is None else f"{one.price_basis or one.price_source}, {one.price_date}",
+            "" if price is None else price_source,
         )
     return table

@@ -1,12 +1,13 @@
-"""The options that serve a forecast, what they cost, and the one that is chosen.
+"""The options that serve a forecast, their costs, and the choice among them.
 
-    plan = make_plan(asked, candidates)
+    plan = make_plan(question, candidates)
     plan.choice                 # the cheapest that meets the SLO with 90 % confidence, or None
 
-**The rule: the cheapest option whose low end (90 %, one-sided) serves the peak.** An option is the
-machines that you have (`base`), as they are, or with others rented `above` their low end. There are
-as many as the busiest hour needs; rented machines are rented in the hours that need them, owned
-ones cost their energy. Costs are step functions, so changes of the choice are searched on them.
+**The rule: choose the cheapest option whose low end (90 %, one-sided) serves the peak.** An option
+is one of your machines (`base`) as it is, rented machines, or both: the rented machines (`above`)
+then take the load above the low end of yours. The busiest hour decides how many machines there are.
+Rented machines are paid for in the hours that need them, and owned machines cost their energy.
+Costs are step functions of the rate, so the rates at which the choice changes are found by search.
 """
 
 from __future__ import annotations
@@ -26,65 +27,82 @@ from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.slo import Slo
 
 MAX_ROWS = 6
-MAX_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
-STEP = 1.02  # between two rates that are looked at
-STAIRS, STAIRS_REACH = 120, 4.0  # points of the chart to either side, and how many times the rate
-RANKS = ("yes", "perhaps", "no", "confirmed", "estimated", "predicted")
+# A change of the choice is searched from the forecast's rate up to 64 times that rate, and down to
+# 1/64 of it, in steps of 2 %.
+MAX_FACTOR = 64.0
+FACTOR_STEP = 1.02
+# A cost curve has 120 points on either side of the forecast's rate, up to 4 times and down to 1/4.
+CURVE_POINTS = 120
+CURVE_FACTOR = 4.0
+CERTAINTY_ORDER: tuple[Certainty, ...] = ("yes", "perhaps", "no")
+GRADE_ORDER: tuple[CapacityGrade, ...] = ("confirmed", "estimated", "predicted")
 OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
 
 
 class Candidate(DeviceCapacity, frozen=True, kw_only=True):
-    """A machine, or one of its devices, and what one of it serves; `low` is surely served."""
+    """A machine, or one device of a machine, with the capacity of one of it (requests/s)."""
 
-    owned: int = 0
+    owned: int = 0  # how many of these machines you have
     price_date: str = ""
-    is_paid: bool = True  # those that are there cost energy alone; False: they are rented
-    is_list_price: bool = False  # of its GPU, since nobody said what the machine costs
-    gpu_name: str = ""  # of the GPU in it
-    label: str = ""  # what its row is called, `your machine's GPU`; "": by the machine's name
-    binding: BindingLimit | None = None  # what limits it; None: not known, or predicted
-    # Of a machine whose devices serve together: each, in the order in which they take load.
+    is_paid: bool = True  # owned machines cost only their energy; False: they are rented
+    is_list_price: bool = False  # the price is that of its GPU, since none was given
+    gpu_name: str = ""  # the machine's GPU; "": it has none
+    label: str = ""  # title of its row, such as `your GPU`; "": the machine's name
+    binding: BindingLimit | None = None  # None: not known, or the capacity is predicted
+    # Devices of one machine that serve together, in the order in which they take load.
     parts: tuple[Candidate, ...] = ()
 
     @property
-    def rent(self) -> float | None:
-        """Dollars a month of those that are there; None: their price is not known."""
+    def rent_per_month(self) -> float | None:
+        """Rent of the machines that you have, in dollars a month; None: no price is known."""
         if self.is_paid:
             return 0.0
         price = self.dollars_per_hour
         return None if price is None else price * self.owned * HOURS_A_MONTH
 
     @property
-    def is_unknown(self) -> bool:
-        """A CPU that nobody measured."""
+    def is_uncalibrated(self) -> bool:
+        """Whether this is a CPU that was never measured, so that its capacity is unknown."""
         return self.reason == NOT_CALIBRATED
 
-    def answer(self, rate: float, count: int) -> Certainty:
-        """Whether `count` of it hold a rate."""
+    def certainty_at(self, rate: float, count: int) -> Certainty:
+        """Return with which certainty `count` of these machines serve `rate` requests/s."""
         if (self.low or 0.0) * count >= rate:
             return "yes"
-        return "perhaps" if self.is_unknown or (self.high or 0.0) * count >= rate else "no"
+        return "perhaps" if self.is_uncalibrated or (self.high or 0.0) * count >= rate else "no"
 
-    def kwh(self, work: Sequence[tuple[float, float]], most: float = math.inf) -> float | None:
-        """Of a month of (rate, hours), on `most` of it: watts for the share of time at work."""
+    def kwh_per_month(
+        self, loads: Sequence[tuple[float, float]], max_machines: float = math.inf
+    ) -> float | None:
+        """Return the energy that serving takes: power under load for the share of time at work.
+
+        `loads`: pairs of requests/s and hours a month. `max_machines`: how many machines can be at
+        work at the same time. None: the power or the capacity is not known.
+        """
         if self.parts:
-            return self._kwh_of_parts(work)
-        rate = self.rate or self.high
-        if self.watts is None or not rate:
+            return self._kwh_of_parts(loads)
+        capacity = self.rate or self.high
+        if self.watts is None or not capacity:
             return None
-        return self.watts * sum(min(most, one / rate) * hours for one, hours in work) / 1000
+        machine_hours = sum(min(max_machines, rate / capacity) * hours for rate, hours in loads)
+        return self.watts * machine_hours / 1000
 
-    def _kwh_of_parts(self, work: Sequence[tuple[float, float]]) -> float | None:
-        """Each part takes what it surely serves; the last one the rest."""
-        total, left = 0.0, list(work)
+    def _kwh_of_parts(self, loads: Sequence[tuple[float, float]]) -> float | None:
+        """Return the energy of devices that serve together: each takes the load up to its low end,
+        and the last one takes what is left."""
+        total_kwh = 0.0
+        remaining_loads = list(loads)
         for part in self.parts:
-            most = math.inf if part is self.parts[-1] else (part.low or 0.0) * self.owned
-            kwh = part.kwh([(min(rate, most), hours) for rate, hours in left])
+            max_rate = math.inf if part is self.parts[-1] else (part.low or 0.0) * self.owned
+            part_loads = [(min(rate, max_rate), hours) for rate, hours in remaining_loads]
+            kwh = part.kwh_per_month(part_loads)
             if kwh is None:
                 return None
-            total += kwh
-            left = [(max(0.0, rate - most), hours) for rate, hours in left]
-        return total
+            total_kwh += kwh
+            remaining_loads = [
+                (max(0.0, rate - max_rate), hours) for rate, hours in remaining_loads
+            ]
+        return total_kwh
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,37 +110,38 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: OptionKind
     machine: str
-    above: str = ""  # what is rented above it
+    above: str = ""  # the machine that is rented for the load above the capacity of `machine`
     suffices: Certainty
     machines: int | None  # in the busiest hour, spares included; None: no number suffices
-    dollars: float | None  # with as many as surely suffice; None: a price is not known
-    dollars_low: float | None = None  # if each that is rented holds its high end
-    kwh: float | None = None  # None: no watts are known
-    energy_unknown: bool = False  # some of it is owned, and its watts are not known
+    dollars: float | None  # for enough machines with 90 % confidence; None: a price is unknown
+    dollars_low: float | None = None  # if each rented machine reaches the high end of its interval
+    kwh: float | None = None  # None: the power of a machine is not known
+    energy_unknown: bool = False  # `dollars` lacks the energy of owned machines of unknown power
     known_by: CapacityGrade
     note: str = ""
-    label: str = ""  # of the machine that is there, as of Candidate
+    label: str = ""  # Candidate.label of the machine that you have
 
     @property
     def is_sure(self) -> bool:
+        """Whether the option meets the SLO with 90 % confidence and its cost is known."""
         return self.suffices == "yes" and self.dollars is not None
 
     @property
-    def way(self) -> tuple[str, str, str]:
-        """The same for the same way, with however many machines."""
+    def key(self) -> tuple[str, str, str]:
+        """What identifies the option, whatever the number of machines."""
         return self.kind, self.machine, self.above
 
     @property
     def title(self) -> str:
-        """What its row is called."""
+        """The title of the option's row."""
         if self.label and self.kind == "as it is":
             return self.label
         is_base = self.kind == "it and rented"
         label = self.label.removesuffix(" alone")
-        return self.called(label if label and is_base else self.machine)
+        return self.title_with(label if label and is_base else self.machine)
 
-    def called(self, machine: str) -> str:
-        """Its row with another name of the machine: `your machine as it is`."""
+    def title_with(self, machine: str) -> str:
+        """Return the title with another name for the machine: `your machine as it is`."""
         match self.kind:
             case "as it is":
                 return f"{machine} as it is"
@@ -134,15 +153,16 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A rate of the busiest hour above (or below) which another option is the choice."""
+    """A rate of the busiest hour above (or below) which the plan chooses another option."""
 
-    rate: float
+    rate: float  # requests/s
     is_above: bool
-    option: Option | None  # None: nothing surely suffices there
+    option: Option | None  # None: no option meets the SLO there with 90 % confidence
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows`: at most six, what is chosen first; `options`: all."""
+    """The answer to a plan file. `options` are all options, `rows` the six or fewer to show; both
+    begin with the choice."""
 
     kind: Literal["crossover-plan"] = "crossover-plan"
     version: int = 3
@@ -153,168 +173,202 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     lengths: str
     slo: Slo
     peak_rate: float  # requests/s of the busiest hour
-    mean_rate: float
+    mean_rate: float  # requests/s over the month
     spares: int
     options: tuple[Option, ...]
     changes: tuple[Change, ...]
-    unknown: tuple[str, ...]  # what is not known, in words
-    binding: dict[str, BindingLimit] = {}  # what limits each of your machines, by its name
-    price_date: str = ""  # the oldest of the prices in it
-    stairs: dict[str, list[tuple[float, float]]] = {}  # option -> (peak rate, $ a month)
+    unknown: tuple[str, ...]  # facts that would make the plan more certain, as phrases
+    binding: dict[str, BindingLimit] = {}  # machine -> what limits it
+    price_date: str = ""  # the oldest date of a list price; "": there is no list price
+    stairs: dict[str, list[tuple[float, float]]] = {}  # title -> (requests/s at the peak, $/month)
 
     @property
     def choice(self) -> Option | None:
+        """The cheapest option that meets the SLO with 90 % confidence; None: there is none."""
         return _choice(self.options)
 
     @property
     def rows(self) -> tuple[Option, ...]:
+        """The options to show, the choice first."""
         return _rows(self.options)
 
 
-def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
-    """The options for what is asked, in order: what surely suffices, then by cost."""
-    found = ordered(asked, candidates, asked.forecast)
+def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
+    """Return the plan. Its options are ordered by certainty, then by cost."""
+    options = ordered_options(question, candidates, question.forecast)
     return Plan(
-        name=asked.keys.name,
-        model=asked.spec.name,
-        weight_format=asked.weight_format,
-        gpu_format=asked.keys.gpu_format,
-        lengths=asked.lengths,
-        slo=asked.slo,
-        peak_rate=asked.forecast.peak_rate,
-        mean_rate=asked.forecast.mean_rate,
-        spares=asked.keys.spares,
-        options=tuple(found),
-        changes=tuple(_changes(asked, candidates, _choice(found))),
-        unknown=tuple(_unknown(candidates, found)),
-        binding={one.name: one.binding for one in _devices(candidates) if one.binding is not None},
-        price_date=min((one.price_date for one in candidates if one.price_date), default=""),
-        stairs=_stairs(asked, candidates, _rows(found)[:4]),
+        name=question.keys.name,
+        model=question.spec.name,
+        weight_format=question.weight_format,
+        gpu_format=question.keys.gpu_format,
+        lengths=question.lengths,
+        slo=question.slo,
+        peak_rate=question.forecast.peak_rate,
+        mean_rate=question.forecast.mean_rate,
+        spares=question.keys.spares,
+        options=tuple(options),
+        changes=tuple(_changes(question, candidates, _choice(options))),
+        unknown=tuple(_unknown(candidates, options)),
+        binding={
+            device.name: device.binding
+            for device in _devices(candidates)
+            if device.binding is not None
+        },
+        price_date=min(
+            (candidate.price_date for candidate in candidates if candidate.price_date), default=""
+        ),
+        stairs=_cost_curves(question, candidates, _rows(options)[:4]),
     )
 
 
 def _devices(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the machines, and the devices of those whose devices serve together."""
-    for one in candidates:
-        yield from one.parts or (one,)
+    """Yield the machines; a machine whose devices serve together is replaced by its devices."""
+    for candidate in candidates:
+        yield from candidate.parts or (candidate,)
 
 
 def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Your machine (of one with two devices each, and both), more of it, it and one GPU above it;
-    the cheapest GPUs fill six rows."""
-    as_they_are = sum(one.kind == "as it is" for one in options)
-    mine = [one for one in options if one.kind in ("as it is", "more of it")]
-    mine = [one for one in mine if one.kind == "as it is" or one.label == ""][: max(2, as_they_are)]
-    mine += [one for one in options if one.kind == "it and rented"][:1]
-    rest = [one for one in options if one.kind == "rented"][: MAX_ROWS - len(mine)]
-    return tuple(one for one in options if one in mine or one in rest)
+    """Return the options to show, in their order: your machines as they are (for a machine with a
+    CPU and a GPU each device, and both together), more of them, and the cheapest option with rented
+    machines above yours. The cheapest rented machines fill the other rows, up to MAX_ROWS.
+    """
+    as_it_is_count = sum(option.kind == "as it is" for option in options)
+    own_rows = [
+        option
+        for option in options
+        if option.kind == "as it is" or (option.kind == "more of it" and option.label == "")
+    ][: max(2, as_it_is_count)]
+    own_rows += [option for option in options if option.kind == "it and rented"][:1]
+    rented_rows = [option for option in options if option.kind == "rented"]
+    rented_rows = rented_rows[: MAX_ROWS - len(own_rows)]
+    return tuple(option for option in options if option in own_rows or option in rented_rows)
 
 
-def ordered(asked: Question, candidates: Sequence[Candidate], forecast: Forecast) -> list[Option]:
-    """All options under a forecast, the choice first."""
+def ordered_options(
+    question: Question, candidates: Sequence[Candidate], forecast: Forecast
+) -> list[Option]:
+    """Return all options under a forecast, the choice first."""
     return sorted(
-        _options(asked, candidates, forecast),
-        key=lambda one: (
-            RANKS.index(one.suffices),
-            one.dollars is None,
-            one.dollars or 0.0,
-            RANKS.index(one.known_by),
+        _options(question, candidates, forecast),
+        key=lambda option: (
+            CERTAINTY_ORDER.index(option.suffices),
+            option.dollars is None,
+            option.dollars or 0.0,
+            GRADE_ORDER.index(option.known_by),
         ),
     )
 
 
 def _options(
-    asked: Question, candidates: Sequence[Candidate], forecast: Forecast
+    question: Question, candidates: Sequence[Candidate], forecast: Forecast
 ) -> Iterator[Option]:
-    own = [one for one in candidates if one.owned]
-    others = [one for one in candidates if not one.owned]
-    for machine in own:
-        as_it_is = _as_it_is(asked, machine, forecast)
+    """Yield all options under a forecast, unordered."""
+    own_machines = [candidate for candidate in candidates if candidate.owned]
+    rentable_machines = [candidate for candidate in candidates if not candidate.owned]
+    for machine in own_machines:
+        as_it_is = _as_it_is(question, machine, forecast)
         yield as_it_is
         if as_it_is.suffices != "yes" and not machine.parts:
-            yield _with_rented(asked, "more of it", machine, machine, forecast)
-    for machine in others:
-        yield _with_rented(asked, "rented", None, machine, forecast)
-    for base in own:
-        if base.low and base.answer(forecast.peak_rate, base.owned) != "yes":
-            for above in others:
+            yield _with_rented(question, "more of it", machine, machine, forecast)
+    for machine in rentable_machines:
+        yield _with_rented(question, "rented", None, machine, forecast)
+    for base in own_machines:
+        if base.low and base.certainty_at(forecast.peak_rate, base.owned) != "yes":
+            for above in rentable_machines:
                 if above.low:
-                    yield _with_rented(asked, "it and rented", base, above, forecast)
+                    yield _with_rented(question, "it and rented", base, above, forecast)
 
 
-def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
-    kwh = machine.kwh([(one.rate, one.hours) for one in forecast.loads], machine.owned)
-    count = max(0, machine.owned - asked.keys.spares)
-    holds = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
-    energy = (kwh or 0.0) * asked.keys.dollars_per_kwh if machine.is_paid else 0.0
+def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Option:
+    """Return the option to serve with the machines that you have and no others."""
+    kwh = machine.kwh_per_month([(load.rate, load.hours) for load in forecast.loads], machine.owned)
+    count = max(0, machine.owned - question.keys.spares)
+    served_rate = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
+    energy_dollars = (kwh or 0.0) * question.keys.dollars_per_kwh if machine.is_paid else 0.0
+    rent_dollars = machine.rent_per_month
     return Option(
         kind="as it is",
         machine=machine.name,
-        suffices=machine.answer(forecast.peak_rate, count),
+        suffices=machine.certainty_at(forecast.peak_rate, count),
         machines=machine.owned,
-        dollars=None if machine.rent is None else machine.rent + energy,
+        dollars=None if rent_dollars is None else rent_dollars + energy_dollars,
         kwh=kwh,
         energy_unknown=kwh is None and machine.is_paid,
         known_by=machine.kind,
-        note=machine.reason or (f"holds {holds}" if machine.low else ""),
+        note=machine.reason or (f"holds {served_rate}" if machine.low else ""),
         label=machine.label,
     )
 
 
 def _with_rented(
-    asked: Question,
+    question: Question,
     kind: OptionKind,
     base: Candidate | None,
     above: Candidate,
     forecast: Forecast,
 ) -> Option:
-    """What is there carries what it surely holds; above that machines are rented by the hour."""
-    owned, spares = (0 if base is None else base.owned), asked.keys.spares
-    carried = 0.0 if base is None else (base.low or 0.0) * owned
-    loads = [(max(0.0, one.rate - carried), one.hours) for one in forecast.loads]
+    """Return the option to serve up to the low end of the `base` machines with those, and the load
+    above it with `above` machines, rented by the hour. Without a base, the rented machines serve
+    everything.
+    """
+    owned, spares = (0 if base is None else base.owned), question.keys.spares
+    base_rate = 0.0 if base is None else (base.low or 0.0) * owned
+    rented_loads = [(max(0.0, load.rate - base_rate), load.hours) for load in forecast.loads]
 
-    def count(rate: float, each: float | None) -> int | None:
-        """How many are rented where one holds `each`; None: no number of them suffices."""
-        if not each:
+    def rented_count(rate: float, machine_rate: float | None) -> int | None:
+        """How many machines of `machine_rate` requests/s each are rented to serve `rate`, spares
+        included; None: no number of them suffices."""
+        if not machine_rate:
             return None
-        if above is base:  # the spares are of its kind, and may be among those that are there
-            return max(0, math.ceil((rate + carried) / each - 1e-9) + spares - owned)
-        needed = math.ceil(rate / each - 1e-9)
-        return needed + spares if needed else 0
+        if above is base:  # machines that you have may be the spares
+            return max(0, math.ceil((rate + base_rate) / machine_rate - 1e-9) + spares - owned)
+        count = math.ceil(rate / machine_rate - 1e-9)
+        return count + spares if count else 0
 
-    def dollars(each: float | None) -> float | None:
-        counts = [(count(rate, each), hours) for rate, hours in loads]
-        if any(one is None for one, _ in counts):
+    def rented_dollars(machine_rate: float | None) -> float | None:
+        """Rent for a month; None: no number of machines suffices, or their price is not known."""
+        counts = [(rented_count(rate, machine_rate), hours) for rate, hours in rented_loads]
+        if any(count is None for count, _ in counts):
             return None
         if above.dollars_per_hour is None:
-            return None if any(one for one, _ in counts) else 0.0
-        return above.dollars_per_hour * sum((one or 0) * hours for one, hours in counts)
+            return None if any(count for count, _ in counts) else 0.0
+        return above.dollars_per_hour * sum((count or 0) * hours for count, hours in counts)
 
-    sure = count(loads[0][0], above.low)
-    needed = count(loads[0][0], above.high) if sure is None else sure
-    own_kwh = None
+    peak_rented_rate = rented_loads[0][0]
+    sure_count = rented_count(peak_rented_rate, above.low)
+    count = rented_count(peak_rented_rate, above.high) if sure_count is None else sure_count
+    base_kwh = None
     if base is not None:
-        own_kwh = base.kwh([(min(one.rate, carried), one.hours) for one in forecast.loads], owned)
-    rented_kwh, energy, rent = above.kwh(loads), 0.0, 0.0 if base is None else base.rent
+        base_loads = [(min(load.rate, base_rate), load.hours) for load in forecast.loads]
+        base_kwh = base.kwh_per_month(base_loads, owned)
+    rented_kwh = above.kwh_per_month(rented_loads)
+    total_kwh = None if rented_kwh is None else rented_kwh + (base_kwh or 0.0)
+    base_dollars = 0.0 if base is None else base.rent_per_month
+    energy_dollars = 0.0
     if base is not None and base.is_paid:
-        energy = (own_kwh or 0.0) * asked.keys.dollars_per_kwh
-    paid = dollars(above.low or above.high)
-    least = dollars(above.high) if above.low else None
-    total = None if rented_kwh is None else rented_kwh + (own_kwh or 0.0)
+        energy_dollars = (base_kwh or 0.0) * question.keys.dollars_per_kwh
+    sure_dollars = rented_dollars(above.low or above.high)
+    min_dollars = rented_dollars(above.high) if above.low else None
     note = above.reason
-    if above is base and paid is None and needed is not None:
+    if above is base and sure_dollars is None and count is not None:
         note = "its dollars_per_hour is unknown"
+
+    def total_dollars(rent: float | None) -> float | None:
+        if rent is None or base_dollars is None:
+            return None
+        return rent + energy_dollars + base_dollars
+
     return Option(
         kind=kind,
         machine=above.name if base is None else base.name,
         above=above.name if kind == "it and rented" else "",
-        suffices="yes" if sure is not None else above.answer(1.0, 10**9),
-        machines=None if needed is None else needed + owned,
-        dollars=None if paid is None or rent is None else paid + energy + rent,
-        dollars_low=None if least is None or rent is None else least + energy + rent,
-        kwh=None if base is not None and own_kwh is None else total,
+        suffices="yes" if sure_count is not None else above.certainty_at(1.0, 10**9),
+        machines=None if count is None else count + owned,
+        dollars=total_dollars(sure_dollars),
+        dollars_low=total_dollars(min_dollars),
+        kwh=None if base is not None and base_kwh is None else total_kwh,
         energy_unknown=(
-            base is not None and base.is_paid and needed is not None and own_kwh is None
+            base is not None and base.is_paid and count is not None and base_kwh is None
         ),
         known_by=above.kind,
         note=note,
@@ -322,64 +376,68 @@ def _with_rented(
     )
 
 
-def _choice(found: Sequence[Option]) -> Option | None:
-    return found[0] if found and found[0].is_sure else None
+def _choice(options: Sequence[Option]) -> Option | None:
+    """Return the first of the ordered options, if it meets the SLO with 90 % confidence."""
+    return options[0] if options and options[0].is_sure else None
 
 
 def _changes(
-    asked: Question, candidates: Sequence[Candidate], now: Option | None
+    question: Question, candidates: Sequence[Candidate], choice: Option | None
 ) -> Iterator[Change]:
-    """The nearest rates, above and below, at which the choice is another one."""
+    """Yield the nearest rates, above and below the forecast, at which the choice is another one."""
+    forecast = question.forecast
     for is_above in (True, False):
-        factor = 1.0
-        while factor < MAX_TIMES:
-            factor *= STEP
-            times = factor if is_above else 1 / factor
-            there = _choice(ordered(asked, candidates, asked.forecast.scaled(times)))
-            if (there and there.way) != (now and now.way):
-                yield Change(rate=asked.forecast.peak_rate * times, is_above=is_above, option=there)
+        distance = 1.0
+        while distance < MAX_FACTOR:
+            distance *= FACTOR_STEP
+            factor = distance if is_above else 1 / distance
+            other = _choice(ordered_options(question, candidates, forecast.scaled(factor)))
+            if (other and other.key) != (choice and choice.key):
+                yield Change(rate=forecast.peak_rate * factor, is_above=is_above, option=other)
                 break
 
 
-def _stairs(
-    asked: Question, candidates: Sequence[Candidate], shown: Sequence[Option]
+def _cost_curves(
+    question: Question, candidates: Sequence[Candidate], shown: Sequence[Option]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Dollars a month of the shown options against the rate of the busiest hour."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    ways = {one.way for one in shown}
-    for step in range(-STAIRS, STAIRS + 1):
-        forecast = asked.forecast.scaled(STAIRS_REACH ** (step / STAIRS))
-        for one in _options(asked, candidates, forecast):
-            if one.way in ways and one.is_sure and one.dollars is not None:
-                lines.setdefault(one.title, []).append((forecast.peak_rate, one.dollars))
-    return lines
+    """Return the curve of each shown option, by its title: pairs of the rate in the busiest hour
+    (requests/s) and the cost (dollars a month)."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    shown_keys = {option.key for option in shown}
+    for point in range(-CURVE_POINTS, CURVE_POINTS + 1):
+        forecast = question.forecast.scaled(CURVE_FACTOR ** (point / CURVE_POINTS))
+        for option in _options(question, candidates, forecast):
+            if option.key in shown_keys and option.is_sure and option.dollars is not None:
+                curves.setdefault(option.title, []).append((forecast.peak_rate, option.dollars))
+    return curves
 
 
-def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterator[str]:
-    """What would make the plan surer, nearest first."""
-    if not any(one.owned for one in candidates):
+def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iterator[str]:
+    """Yield the facts that would make the plan more certain, the easiest to find out first."""
+    if not any(candidate.owned for candidate in candidates):
         yield "the capacity of your own machine (give it with --run or --machine)"
-    asked = [one for one in candidates if one.owned and not one.is_paid]
-    if unpriced := [one for one in asked if one.is_list_price or one.dollars_per_hour is None]:
-        yield _asked_price(unpriced[0])
-    chosen = _choice(found)
-    for one in candidates:
-        if chosen is None or one.name in (chosen.machine, chosen.above):
-            if one.kind == "predicted" and not one.is_unknown:
-                yield f"whether {one.name} reaches its predicted capacity"
-            missing = {"watts": one.watts, "dollars_per_hour": one.dollars_per_hour}
-            if (
-                one.owned
-                and one.is_paid
-                and (names := [name for name in missing if missing[name] is None])
-            ):
-                yield f"{' and '.join(names)} of {one.name}: keys of its [[machines]]"
-    if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
-        yield f"whether {unmeasured[0]} meets the SLO: run `crossover calibrate` on it"
+    for candidate in candidates:
+        has_given_price = candidate.dollars_per_hour is not None and not candidate.is_list_price
+        if candidate.owned and not candidate.is_paid and not has_given_price:
+            yield _unknown_price(candidate)
+            break
+    choice = _choice(options)
+    for candidate in candidates:
+        if choice is None or candidate.name in (choice.machine, choice.above):
+            if candidate.kind == "predicted" and not candidate.is_uncalibrated:
+                yield f"whether {candidate.name} reaches its predicted capacity"
+            values = {"watts": candidate.watts, "dollars_per_hour": candidate.dollars_per_hour}
+            missing_keys = [key for key, value in values.items() if value is None]
+            if candidate.owned and candidate.is_paid and missing_keys:
+                yield f"{' and '.join(missing_keys)} of {candidate.name}: keys of its [[machines]]"
+    uncalibrated = [option.machine for option in options if option.note == NOT_CALIBRATED]
+    if uncalibrated:
+        yield f"whether {uncalibrated[0]} meets the SLO: run `crossover calibrate` on it"
 
 
-def _asked_price(machine: Candidate) -> str:
-    """What is not known of the price of a machine with a GPU, and how one says it."""
+def _unknown_price(machine: Candidate) -> str:
+    """Return what is not known about the cost of a machine with a GPU, and which option states
+    it."""
     how = "set --price, or dollars_per_hour and is_paid in its [[machines]]"
     if machine.dollars_per_hour is None:
         return f"the cost of your machine ({how})"

@@ -6,8 +6,8 @@
     peak_rate = 0.5
 
 Each key is a field of a struct: its type defines the values that it may have, and docs/plan.md
-shows its description. All faults of a file are reported at once, with key and value. Reading a plan
-does not look at the machine.
+shows its description. All errors in a file are reported at once, with key and value. Reading a plan
+file does not inspect the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from crossover.serving.workload.request_lengths import Workload, notes_of
 from crossover.serving.workload.request_lengths import in_words as lengths_in_words
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
-FORMAT = "Q4_0"
+DEFAULT_FORMAT = "Q4_0"
+SECONDS_A_DAY = 86_400
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
@@ -107,7 +108,7 @@ class MachineKeys(Table, frozen=True, kw_only=True):
 
 
 class PlanFile(Table, frozen=True, kw_only=True):
-    """The file as it is written."""
+    """A plan file as it was written."""
 
     name: Annotated[str, key("Name of the plan.")] = ""
     model: Annotated[
@@ -151,46 +152,50 @@ class PlanFile(Table, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The inputs of a plan file without the machines."""
+    """What a plan file asks: which machines serve this model, load and SLO?"""
 
-    keys: PlanFile
+    keys: PlanFile  # the file as it was written
     spec: ModelSpec
     forecast: Forecast
     slo: Slo
     traffic: Traffic
-    lengths: str  # in words
-    folder: Path  # that paths in the file are relative to
+    lengths: str  # lengths of prompts and answers, as a phrase
+    folder: Path  # paths in the file are relative to it
     weight_format: str  # on CPUs
 
 
-def question(
-    raw: Mapping[str, Any], folder: Path = Path(), measured: ModelSpec | None = None
+def read_question(
+    raw: Mapping[str, Any], folder: Path = Path(), measured_spec: ModelSpec | None = None
 ) -> Question:
-    """The plan in the tables of a file. `measured`: the shape of a model that a run of the file
-    measured, so that its weights need not be here.
+    """Return the question of a plan file's tables. Paths in the file are relative to `folder`.
 
-    Raises BadPlan: all faults, each with key and value.
+    `measured_spec`: the shape of the model, from a run that measured it. Without one, the model is
+    identified by its name or its file.
+
+    Raises BadPlan with all errors of the file, each with key and value.
     """
     keys = converted(raw, PlanFile, BadPlan)
-    if faults := list(_faults(keys)):
-        raise BadPlan("; ".join(faults))
+    if problems := list(_problems(keys)):
+        raise BadPlan("; ".join(problems))
     workload = keys.workload or Workload(preset="chat")
     paths = {
         name: str(folder / value)
         for name in ("file", "replay")
         if (value := getattr(workload, name)) is not None
     }
+    workload_with_paths = msgspec.structs.replace(workload, **paths)
     try:
-        spec, usual_format = measured, FORMAT
+        spec, default_format = measured_spec, DEFAULT_FORMAT
         if spec is None:
             model = identify_in(keys.model, folder)
-            spec, usual_format = model.spec, _usual_format(model)
+            spec, default_format = model.spec, _default_format(model)
         if spec is None:
             raise BadPlan(
                 f"model = {keys.model!r}: its shape is unknown, so nothing can be predicted for "
                 f"it: {model.missing}"
             )
-        lengths = lengths_of(msgspec.structs.replace(workload, **paths), QUICK_REQUESTS, seed=1)
+        lengths = lengths_of(workload_with_paths, QUICK_REQUESTS, seed=1)
+        notes = "".join(f" ({note})" for note in notes_of(workload_with_paths))
         return Question(
             keys=keys,
             spec=spec,
@@ -198,12 +203,9 @@ def question(
             slo=slo_of(keys.slo or "chat"),
             traffic=Traffic(lengths, keys.forecast.arrivals),
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
-            f"in, {lengths.output.mean():.0f} out"
-            + "".join(
-                f" ({note})" for note in notes_of(msgspec.structs.replace(workload, **paths))
-            ),
+            f"in, {lengths.output.mean():.0f} out{notes}",
             folder=folder,
-            weight_format=keys.format or usual_format,
+            weight_format=keys.format or default_format,
         )
     except BadPlan:
         raise
@@ -212,45 +214,49 @@ def question(
 
 
 def identify_in(name: str, folder: Path) -> ModelIdentity:
-    """What a model's name stands for; a path is relative to the folder. Raises ModelError."""
-    is_there = not is_ladder_model(name) and os.path.exists(folder / name)
-    return identify(str(folder / name) if is_there else name, fetch=True)
+    """Return the identity of a model; a path is relative to `folder`. Raises ModelError."""
+    is_path = not is_ladder_model(name) and os.path.exists(folder / name)
+    return identify(str(folder / name) if is_path else name, fetch=True)
 
 
-def _usual_format(model: ModelIdentity) -> str:
-    """The format in which a CPU runs the model."""
+def _default_format(model: ModelIdentity) -> str:
+    """Return the weight format in which a CPU runs the model unless the file names another."""
     if model.kind == "ladder":
-        return FORMAT
-    return usual_engines(model)[0].weight_format or FORMAT
+        return DEFAULT_FORMAT
+    return usual_engines(model)[0].weight_format or DEFAULT_FORMAT
 
 
-def _faults(keys: PlanFile) -> Iterator[str]:
-    """What no type says."""
-    asked = keys.forecast
-    names = ("peak_rate", "mean_rate", "users")
-    given = [name for name in names if getattr(asked, name) is not None]
-    if len(given) != 1:
-        said = " and ".join(given) or "none"
-        yield f"forecast: give one of {', '.join(names)}; got {said}"
-    if (asked.users is None) != (asked.requests_per_user is None):
+def _problems(keys: PlanFile) -> Iterator[str]:
+    """Yield the errors that the types of the keys do not rule out."""
+    forecast = keys.forecast
+    rate_keys = ("peak_rate", "mean_rate", "users")
+    given_keys = [name for name in rate_keys if getattr(forecast, name) is not None]
+    if len(given_keys) != 1:
+        given = " and ".join(given_keys) or "none"
+        yield f"forecast: give one of {', '.join(rate_keys)}; got {given}"
+    if (forecast.users is None) != (forecast.requests_per_user is None):
         yield "forecast.requests_per_user: users and requests_per_user must both be given"
-    if isinstance(asked.day, list) and not any(asked.day):
-        yield f"forecast.day needs a rate above 0, got {asked.day}"
-    for name, value in (("format", keys.format or FORMAT), ("gpu_format", keys.gpu_format)):
+    if isinstance(forecast.day, list) and not any(forecast.day):
+        yield f"forecast.day needs a rate above 0, got {forecast.day}"
+    cpu_format = keys.format or DEFAULT_FORMAT
+    for name, weight_format in (("format", cpu_format), ("gpu_format", keys.gpu_format)):
         try:
-            known_format(value)
+            known_format(weight_format)
         except UnsupportedModel as problem:
             yield f"{name}: {problem}"
     for number, machine in enumerate(keys.machines):
-        kinds = [one for one in ("run", "file", "device") if getattr(machine, one) is not None]
-        if len(kinds) != 1:
-            said = " and ".join(kinds) or "none"
-            yield f"machines[{number}]: give one of run, file, device; got {said}"
+        source_keys = [
+            name for name in ("run", "file", "device") if getattr(machine, name) is not None
+        ]
+        if len(source_keys) != 1:
+            given = " and ".join(source_keys) or "none"
+            yield f"machines[{number}]: give one of run, file, device; got {given}"
 
 
 def _forecast(keys: ForecastKeys) -> Forecast:
-    mean = keys.mean_rate
+    """Return the loads of a month. Exactly one of the keys for the rate is given."""
+    mean_rate = keys.mean_rate
     if keys.users is not None and keys.requests_per_user is not None:
-        mean = keys.users * keys.requests_per_user / 86_400
+        mean_rate = keys.users * keys.requests_per_user / SECONDS_A_DAY
     day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
-    return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean))
+    return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))

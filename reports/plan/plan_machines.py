@@ -1,10 +1,11 @@
-"""The machines of a plan: those of runs, of machine.json files, and devices of the catalogue.
+"""The machines of a plan, from run folders, machine.json files and the device catalog.
 
-    candidates = candidates_of(asked, say)
+    question = question_of_tables(tables, folder)
+    candidates = candidates_of(question, report_progress)
 
-A run of the same model, requests and SLO brings its measured capacity: what it holds is confirmed.
-Under other requests or another SLO its step-time model is simulated: estimated. A machine.json and
-a device are predicted.
+A run of the same model with the same requests and SLO gives its measured capacity, which may be
+confirmed. For other requests or another SLO, the step-time model of the run is simulated, and the
+capacity is estimated. The capacity of a machine.json file or a catalog device is predicted.
 """
 
 from __future__ import annotations
@@ -35,191 +36,217 @@ from crossover.reports.devices.device_capacity import (
 from crossover.reports.devices.device_catalog import device_named, priced_gpus
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_costs import Candidate
-from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, question
+from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Server, sd_of
 
 
-def asked_of(raw: dict[str, object], folder: Path) -> Question:
-    """The question of a plan's tables; a run that it names gives the workload and SLO left out."""
-    tables, measured = dict(raw), None
+def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
+    """Return the question of a plan file's tables. Workload, SLO and weight format that the file
+    leaves out are those of the first of its runs that measured the model.
+
+    Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
+    """
+    tables, measured_spec = dict(raw), None
     machines = tables.get("machines")
     for machine in machines if isinstance(machines, list) else []:
         if isinstance(machine, dict) and isinstance(machine.get("run"), str):
-            data = _run(folder / machine["run"])
+            data = _read_run(folder / machine["run"])
             cells = _cells_of(data, str(tables.get("model", "")))
             if not cells:
                 continue
-            measured = measured or next(iter(cells.values())).spec
+            measured_spec = next(iter(cells.values())).spec
             tables.setdefault("workload", msgspec.to_builtins(data.workload))
             if CPU in cells:
                 tables.setdefault("format", cells[CPU].weight_format or None)
-            asks: dict[str, object] = msgspec.to_builtins(data.slo)
-            slo = {name: value for name, value in asks.items() if name in SloSpec.__struct_fields__}
-            tables.setdefault("slo", slo)
+            slo: dict[str, object] = msgspec.to_builtins(data.slo)
+            slo_keys = SloSpec.__struct_fields__
+            tables.setdefault("slo", {key: slo[key] for key in slo if key in slo_keys})
             break
-    return question(tables, folder, measured)
+    return read_question(tables, folder, measured_spec)
 
 
-@lru_cache(maxsize=8)  # asked for its workload, then for its capacity
-def _run(folder: Path) -> ReportData:
+@lru_cache(maxsize=8)  # a plan reads a run for its workload, and again for its capacity
+def _read_run(folder: Path) -> ReportData:
     return read_report(folder)
 
 
-def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) -> list[Candidate]:
-    """All machines of a plan, each with what one of it holds. Raises BadPlan, BadRun."""
-    found = [
-        one
-        for number, keys in enumerate(asked.keys.machines)
-        for one in _own(asked, keys, number, say)
+def candidates_of(
+    question: Question, report_progress: Callable[[str], None] = lambda _: None
+) -> list[Candidate]:
+    """Return all machines of a plan, each with the capacity of one of it: yours first, then those
+    to rent. `report_progress` is called with the name of each before it is simulated.
+
+    Raises BadPlan, BadRun.
+    """
+    candidates = [
+        candidate
+        for number, keys in enumerate(question.keys.machines)
+        for candidate in _own_machine(question, keys, number, report_progress)
     ]
-    names = asked.keys.devices
+    names = question.keys.devices
     try:
-        yours = {device_named(name).name: price for name, price in asked.keys.prices.items()}
+        your_prices = {
+            device_named(name).name: price for name, price in question.keys.prices.items()
+        }
         if names is None:
-            names = [*dict.fromkeys([*(one.name for one in priced_gpus()), *yours])]
-        rented = [device_named(name) for name in names]
+            listed_names = [device.name for device in priced_gpus()]
+            names = list(dict.fromkeys([*listed_names, *your_prices]))
+        devices = [device_named(name) for name in names]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
-    for device in rented:
-        say(device.name)
+    for device in devices:
+        report_progress(device.name)
         machine = machine_of(device)
-        if device.name in yours:
-            price = yours[device.name]
+        if device.name in your_prices:
+            price = your_prices[device.name]
             machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        found.append(_predicted(asked, machine, asked.keys.gpu_format))
-    return found
+        candidates.append(_predicted(question, machine, question.keys.gpu_format))
+    return candidates
 
 
-def _own(
-    asked: Question, keys: MachineKeys, number: int, say: Callable[[str], None]
+def _own_machine(
+    question: Question, keys: MachineKeys, number: int, report_progress: Callable[[str], None]
 ) -> list[Candidate]:
-    """A machine of the file: one candidate, or one for each way in which its devices serve."""
-    say(str(keys.run or keys.file or keys.device))
+    """Return a machine of the file as one candidate, or as one for each of its devices and one for
+    both together. `number`: its index in [[machines]], for errors. Raises BadPlan."""
+    report_progress(str(keys.run or keys.file or keys.device))
     try:
         if keys.run is not None:
-            found = _of_run(asked, _run(asked.folder / keys.run), keys)
+            candidates = _of_run(question, _read_run(question.folder / keys.run), keys)
         elif keys.file is not None:
-            machine = calibrated_machine(asked.folder / keys.file)
-            found = [_predicted(asked, machine, asked.weight_format)]
+            machine = calibrated_machine(question.folder / keys.file)
+            candidates = [_predicted(question, machine, question.weight_format)]
         else:
             machine = machine_of(device_named(str(keys.device)))
-            found = [_predicted(asked, machine, asked.keys.gpu_format)]
+            candidates = [_predicted(question, machine, question.keys.gpu_format)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
-    is_whole = len(found) == 1  # a name and watts are of the machine, not of one of its devices
+    # The file's name and watts describe the machine, not one of its devices.
+    is_whole_machine = len(candidates) == 1
     return [
         msgspec.structs.replace(
-            one,
-            device=(keys.name if is_whole else None) or one.device,
+            candidate,
+            device=(keys.name if is_whole_machine else None) or candidate.device,
             owned=keys.owned,
-            dollars_per_hour=keys.dollars_per_hour or one.dollars_per_hour,
-            watts=(keys.watts if is_whole else None) or one.watts,
+            dollars_per_hour=keys.dollars_per_hour or candidate.dollars_per_hour,
+            watts=(keys.watts if is_whole_machine else None) or candidate.watts,
         )
-        for one in found
+        for candidate in candidates
     ]
 
 
-def _candidate(found: DeviceCapacity, price_date: str = "") -> Candidate:
-    return Candidate(**msgspec.structs.asdict(found), price_date=price_date)
+def _candidate(capacity: DeviceCapacity, price_date: str = "") -> Candidate:
+    return Candidate(**msgspec.structs.asdict(capacity), price_date=price_date)
 
 
-def _predicted(asked: Question, machine: Machine, weight_format: str) -> Candidate:
-    """A machine that no run measured: of the fewest that share a step and hold any rate."""
-    first: DeviceCapacity | None = None
+def _predicted(question: Question, machine: Machine, weight_format: str) -> Candidate:
+    """Return a machine that no run measured, with the smallest number of devices that share a step
+    and have a capacity above 0; if no number has, with one device and the reason."""
+    first_capacity: DeviceCapacity | None = None
     for count in TOGETHER:
-        service = Service(machine, asked.spec, weight_format, asked.traffic, count)
-        found = capacity_of(service, asked.slo)
-        if found.rate:
-            return _candidate(found, machine.price_date)
-        first = first or found
-    assert first is not None
-    return _candidate(first, machine.price_date)
+        service = Service(machine, question.spec, weight_format, question.traffic, count)
+        capacity = capacity_of(service, question.slo)
+        if capacity.rate:
+            return _candidate(capacity, machine.price_date)
+        first_capacity = first_capacity or capacity
+    assert first_capacity is not None
+    return _candidate(first_capacity, machine.price_date)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
-    """Side -> the best configuration of a model in a run, by the name that it has there or
-    by what it was run from."""
+    """Return the best configuration of a model on each side ("cpu", "gpu") that a run measured.
+
+    `model` is the name of the model in the run, or the file or folder that it was loaded from.
+    """
     names = {model, name_of(model)}
     sources = {model, str(with_home(model).absolute())}
-    found = list(best_cells(data).values())
-    named = [sides for sides in found if any(cell.model in names for cell in sides.values())]
-    same = [sides for sides in found if any(cell.source in sources for cell in sides.values())]
-    return next(iter([*named, *same]), {})
+    cells_of_models = list(best_cells(data).values())
+    by_name = [
+        cells for cells in cells_of_models if any(cell.model in names for cell in cells.values())
+    ]
+    by_source = [
+        cells for cells in cells_of_models if any(cell.source in sources for cell in cells.values())
+    ]
+    return next(iter([*by_name, *by_source]), {})
 
 
-def _of_run(asked: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
-    """What a measured machine offers: its CPU, its GPU, or where both were measured each by itself,
-    and the CPU with the GPU above it."""
-    cells = _cells_of(data, asked.keys.model) or _cells_of(data, asked.spec.name)
+def _of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
+    """Return the candidates of a measured machine: its CPU or its GPU; or, if both were measured,
+    each of them and the CPU with the GPU above it. Raises BadPlan."""
+    cells = _cells_of(data, question.keys.model) or _cells_of(data, question.spec.name)
     cells = {side: cell for side, cell in cells.items() if cell.capacity is not None}
     if not cells:
-        known = list(dict.fromkeys(one.model for one in data.cells if one.capacity))
-        if not known:
+        measured_models = list(dict.fromkeys(cell.model for cell in data.cells if cell.capacity))
+        if not measured_models:
             raise BadPlan(
                 f"Run {data.manifest.run_id} has no capacity of any model yet. Continue it with "
                 f"`crossover campaign resume {data.folder}`, or remove the run from the plan"
             )
         raise BadPlan(
-            f"Run {data.manifest.run_id} measured {', '.join(known)}, not {asked.spec.name}. "
-            "Use a model that it measured, or remove the run from the plan"
+            f"Run {data.manifest.run_id} measured {', '.join(measured_models)}, not "
+            f"{question.spec.name}. Use a model that it measured, or remove the run from the plan"
         )
-    found = [_of_cell(asked, data, cells[side]) for side in SIDES if side in cells]
-    if len(found) == 1:
-        return [_priced(asked, data, keys, found[0])]
-    cpu, gpu = found
-    named = [
-        msgspec.structs.replace(cpu, label=f"{_whose(asked, keys)} CPU alone"),
-        msgspec.structs.replace(gpu, label=f"{_whose(asked, keys)} GPU"),
+    devices = [_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
+    if len(devices) == 1:
+        return [_priced(question, data, keys, devices[0])]
+    cpu, gpu = devices
+    owner = "your" if keys.name is None else f"{keys.name}'s"
+    candidates = [
+        msgspec.structs.replace(cpu, label=f"{owner} CPU alone"),
+        msgspec.structs.replace(gpu, label=f"{owner} GPU"),
     ]
     if cpu.low and gpu.low:
-        named.append(_together(cpu, gpu, f"{_whose(asked, keys)} CPU, GPU above it"))
-    if len(asked.keys.machines) > 1 and keys.name is None:
-        named = [msgspec.structs.replace(one, label="") for one in named]
-    return [_priced(asked, data, keys, one) for one in named]
+        candidates.append(_cpu_and_gpu(cpu, gpu, f"{owner} CPU, GPU above it"))
+    if len(question.keys.machines) > 1 and keys.name is None:  # "your" could be any of them
+        candidates = [msgspec.structs.replace(candidate, label="") for candidate in candidates]
+    return [_priced(question, data, keys, candidate) for candidate in candidates]
 
 
-def _whose(asked: Question, keys: MachineKeys) -> str:
-    return "your" if keys.name is None else f"{keys.name}'s"
+def _cpu_and_gpu(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
+    """Return a CPU that takes load first, with a GPU for the load above its low end.
 
+    Each was measured while the other was idle, so the sum of their capacities is an estimate.
+    """
 
-def _together(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
-    """A CPU that takes load first, and a GPU above it: each was measured while the other was idle,
-    so that what both serve together is estimated."""
-
-    def both(name: str) -> float | None:
-        each = [getattr(one, name) for one in (cpu, gpu)]
-        return None if None in each else sum(each)
+    def total(cpu_rate: float | None, gpu_rate: float | None) -> float | None:
+        return None if cpu_rate is None or gpu_rate is None else cpu_rate + gpu_rate
 
     return Candidate(
         device=f"{cpu.device} + {gpu.device}",
         kind="estimated",
-        low=both("low"),
-        rate=both("rate"),
-        high=both("high"),
+        low=total(cpu.low, gpu.low),
+        rate=total(cpu.rate, gpu.rate),
+        high=total(cpu.high, gpu.high),
         parts=(cpu, gpu),
         label=label,
     )
 
 
-def _priced(asked: Question, data: ReportData, keys: MachineKeys, found: Candidate) -> Candidate:
-    """With what the whole machine costs, whichever of its devices serve: a machine with a GPU is
-    rented, at the list price of its GPUs, until somebody says otherwise."""
+def _priced(
+    question: Question, data: ReportData, keys: MachineKeys, candidate: Candidate
+) -> Candidate:
+    """Return a candidate with the price of its whole machine, whichever of its devices serve.
+
+    Unless the file says otherwise, a machine with a GPU is rented at the list price of its GPUs.
+    """
     gpu = data.gpu
     is_paid = gpu is None if keys.is_paid is None else keys.is_paid
     price = keys.dollars_per_hour
     is_list_price = price is None and not is_paid and gpu is not None
     price_date = ""
     if gpu is not None and is_list_price:
-        yours = {device_named(name).name: one for name, one in asked.keys.prices.items()}
-        each = gpu.dollars_per_hour
+        gpu_price = gpu.dollars_per_hour
         if gpu.device is not None:
-            each = yours.get(gpu.device.name, each)
+            your_prices = {
+                device_named(name).name: dollars for name, dollars in question.keys.prices.items()
+            }
+            gpu_price = your_prices.get(gpu.device.name, gpu_price)
             price_date = gpu.device.price_date or ""
-        price = None if each is None else each * gpu.count
+        price = None if gpu_price is None else gpu_price * gpu.count
     return msgspec.structs.replace(
-        found,
+        candidate,
         dollars_per_hour=price,
         price_date=price_date,
         is_paid=is_paid,
@@ -228,69 +255,84 @@ def _priced(asked: Question, data: ReportData, keys: MachineKeys, found: Candida
     )
 
 
-def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
-    """One device of a measured machine."""
+def _of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
+    """Return one device of a measured machine, with its measured capacity if the run answers the
+    question, else with a simulated one. Raises BadPlan if the run has no step-time model."""
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
-    # of the GPU's host too, where it was measured; of a CPU without a GPU that idles beside it
-    watts = [one.watts if cell.side == CPU else one.machine_watts for one in reversed(cell.loaded)]
-    known = next((one for one in watts if one is not None), None)
-    if _same_question(asked, data, cell):
-        found = _measured(name, cell.capacity, known)
-        return msgspec.structs.replace(found, binding=binding_of(cell, asked.slo))
+    watts = _loaded_watts(cell)
+    if _answers_question(data, cell, question):
+        candidate = _measured(name, cell.capacity, watts)
+        return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
     if cell.step_times is None or cell.policy is None:
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
             "known for other requests or another SLO"
         )
-    # Of a machine of two speeds the step-time model is of one of them.
-    is_known = cell.capacity.factor and not cell.capacity.speed_moved
-    step_times, sd = cell.step_times, sd_of(1 if is_known else 0)
+    # A machine whose speed changed during the run has a step-time model of only one of its speeds.
+    is_factor_known = cell.capacity.factor and not cell.capacity.speed_moved
+    step_times, sd = cell.step_times, sd_of(1 if is_factor_known else 0)
     machine = Machine(
         name=name,
         step_times=lambda spec, weight_format, slots, devices: (step_times, 1.645 * sd),
         slots=cell.policy.slots,
         grade="estimated",
         policy=cell.policy,
-        watts=known,
+        watts=watts,
     )
-    service = Service(machine, asked.spec, cell.weight_format, asked.traffic)
-    found = _candidate(capacity_of(service, asked.slo))
-    server = Server(step_times, cell.policy, asked.traffic.lengths, asked.traffic.arrivals)
-    binding = binding_limit(server, asked.slo, found.rate or 0.0)
+    service = Service(machine, question.spec, cell.weight_format, question.traffic)
+    candidate = _candidate(capacity_of(service, question.slo))
+    server = Server(step_times, cell.policy, question.traffic.lengths, question.traffic.arrivals)
+    binding = binding_limit(server, question.slo, candidate.rate or 0.0)
     if binding is not None and cell.side != CPU:
         binding = msgspec.structs.replace(binding, is_on_gpu=True)
-    return msgspec.structs.replace(found, binding=binding)
+    return msgspec.structs.replace(candidate, binding=binding)
+
+
+def _loaded_watts(cell: CellData) -> float | None:
+    """Return the power under the highest measured load; None: it was not measured.
+
+    For a GPU this includes its host. For a CPU it excludes a GPU that idles beside it.
+    """
+    for level in reversed(cell.loaded):
+        watts = level.watts if cell.side == CPU else level.machine_watts
+        if watts is not None:
+            return watts
+    return None
 
 
 def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
-    """The journal's capacity: what is confirmed is surely served, as the report says, and no more;
-    where nothing is, the one-sided ends of the estimate."""
-    limit, low, high = capacity.estimated_rate, capacity.low, capacity.high
-    if limit and low:
-        low = limit * (low / limit) ** ONE_SIDED
-    if limit and high:
-        high = limit * (high / limit) ** ONE_SIDED
+    """Return a machine with the capacity that the journal has.
+
+    The low end is the confirmed rate, as in the report. Without one it is the lower end of the
+    estimate's interval, made one-sided, as is the high end.
+    """
+    rate, low, high = capacity.estimated_rate, capacity.low, capacity.high
+    if rate and low:
+        low = rate * (low / rate) ** ONE_SIDED
+    if rate and high:
+        high = rate * (high / rate) ** ONE_SIDED
     return Candidate(
         device=name,
         kind="confirmed" if capacity.confirmed_rate else "estimated",
         low=capacity.confirmed_rate or low,
-        rate=limit if limit is not None else capacity.confirmed_rate,
+        rate=rate if rate is not None else capacity.confirmed_rate,
         high=high,
         reason="misses the SLO unloaded" if capacity.state == "misses_slo_unloaded" else "",
         watts=watts,
     )
 
 
-def _same_question(asked: Question, data: ReportData, cell: CellData) -> bool:
-    """The same lengths, arrivals and limits as the run measured."""
+def _answers_question(data: ReportData, cell: CellData, question: Question) -> bool:
+    """Whether the run measured the lengths, arrivals and SLO that the plan asks about."""
     if cell.traffic is None:
         return False
-    mine, its = asked.traffic.lengths, cell.traffic.lengths
-    keys = ("ttft_seconds", "tpot_seconds", "target")
+    planned, measured = question.traffic.lengths, cell.traffic.lengths
+    slo_keys = ("ttft_seconds", "tpot_seconds", "target")
     return (
-        asked.traffic.arrivals == cell.traffic.arrivals
-        and len(mine.prompt) == len(its.prompt)
-        and bool((mine.prompt == its.prompt).all() and (mine.output == its.output).all())
-        and all(getattr(asked.slo, key) == getattr(data.slo, key) for key in keys)
+        question.traffic.arrivals == cell.traffic.arrivals
+        and len(planned.prompt) == len(measured.prompt)
+        and bool((planned.prompt == measured.prompt).all())
+        and bool((planned.output == measured.output).all())
+        and all(getattr(question.slo, key) == getattr(data.slo, key) for key in slo_keys)
     )

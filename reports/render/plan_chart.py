@@ -1,4 +1,4 @@
-"""The staircases of a plan: dollars a month against the rate of the busiest hour."""
+"""The chart of a plan: the cost of each option against the rate in the busiest hour."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from crossover.reports.chart_style import data
 from crossover.reports.plan.plan_costs import Plan
 
 
-def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
-    """A line for each of the first four rows; the forecast is a rule."""
+def cost_chart(plan: Plan, width: int = 640, height: int = 320) -> Any:
+    """Return an altair chart with a step curve for each of the plan's first four rows.
+
+    A dashed vertical line marks the forecast. `width` and `height` are in pixels.
+    """
     import altair as alt
 
     rows = [
-        {"rate": rate, "dollars": dollars, "way": name}
-        for name, points in plan.stairs.items()
-        for rate, dollars in points
+        {"rate": rate, "dollars": dollars, "option": title}
+        for title, curve in plan.stairs.items()
+        for rate, dollars in curve
     ]
-    lines = (
+    curves = (
         data(rows)
         .mark_line(interpolate="step-after", strokeWidth=2)
         .encode(
@@ -28,9 +31,9 @@ def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
             ),
             y=alt.Y("dollars:Q", title="$ a month"),
             color=alt.Color(
-                "way:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=0)
+                "option:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=0)
             ),
         )
     )
-    asked = data([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
-    return (lines + asked).properties(width=width, height=height)
+    forecast = data([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
+    return (curves + forecast).properties(width=width, height=height)

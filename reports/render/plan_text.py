@@ -1,4 +1,5 @@
-"""A plan as text: a sentence, a table of at most six rows, and what would change the choice.
+"""A plan as text: the choice as a sentence, a table of at most six options, and the rates at which
+the choice changes.
 
 print(as_text(plan, columns=100))
 """
@@ -17,7 +18,7 @@ from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.plan_costs import Option, Plan
 from crossover.serving.capacity.binding_limit import sentence_of
 
-SHOWN_SPREAD = 0.2  # of the cost; a smaller spread is not shown
+MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
 HEADS = ("option", "meets the SLO", "machines", "$/month", "kWh/month", "basis")
 
 
@@ -34,7 +35,7 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         table.add_column(name, justify="right" if name in HEADS[2:5] else "left")
     for option in plan.rows:
         table.add_row(*_row(plan, option))
-    with console.capture() as said:
+    with console.capture() as output:
         console.print(choice_sentence(plan))
         console.print()
         console.print(table)
@@ -47,16 +48,19 @@ def as_text(plan: Plan, columns: int = 100) -> str:
             *_fine_print(plan),
         ):
             console.print(sentence)
-    return said.get().rstrip()
+    return output.get().rstrip()
 
 
 def _title(plan: Plan, option: Option) -> str:
     """Return the title of an option: `your machine as it is`, by name if you have several."""
-    yours = {one.machine for one in plan.options if one.kind != "rented"}
-    return option.title if len(yours) > 1 or option.label else option.called("your machine")
+    your_machines = {other.machine for other in plan.options if other.kind != "rented"}
+    if len(your_machines) > 1 or option.label:
+        return option.title
+    return option.title_with("your machine")
 
 
 def _row(plan: Plan, option: Option) -> tuple[str, ...]:
+    """Return the cells of an option's row, in the order of HEADS."""
     suffices = str(option.suffices)
     if option.note and suffices != "yes":
         suffices += f" ({option.note})"
@@ -76,7 +80,7 @@ def _cost(option: Option, *, with_spread: bool = True) -> str:
         return "-" if option.machines is None else "price unknown"
     cost = f"${option.dollars:,.0f}"
     low = option.dollars_low
-    if with_spread and low is not None and low < option.dollars * (1 - SHOWN_SPREAD):
+    if with_spread and low is not None and low < option.dollars * (1 - MIN_SHOWN_SPREAD):
         cost += f" (${low:,.0f} at best)"
     return cost + (" + energy" if option.energy_unknown else "")
 
@@ -84,25 +88,25 @@ def _cost(option: Option, *, with_spread: bool = True) -> str:
 def choice_sentence(plan: Plan) -> str:
     """Return the answer as one sentence."""
     load = f"{plan.model} at {formatting.requests(plan.peak_rate)} in the busiest hour"
-    chosen = plan.choice
-    if chosen is None and any(option.suffices == "yes" for option in plan.options):
+    choice = plan.choice
+    if choice is None and any(option.suffices == "yes" for option in plan.options):
         return f"No option that meets the SLO for {load} has a known price. Add it to [prices]."
-    if chosen is None:
+    if choice is None:
         return f"No option meets the SLO for {load} with 90 % confidence."
-    count = chosen.machines or 1
-    many = chosen.machine if count == 1 else f"{count} x {chosen.machine}"
-    labelled = f"{chosen.label[:1].upper()}{chosen.label[1:]} ({chosen.machine})"
-    yours = labelled if chosen.label else f"Your machine ({chosen.machine})"
-    ways = {
-        "as it is": yours if chosen.label else f"{yours} as it is",
-        "more of it": f"{count} machines like yours ({chosen.machine})",
-        "it and rented": f"{yours}, with {count - 1 or 1} x {chosen.above} "
+    count = choice.machines or 1
+    rented_machines = choice.machine if count == 1 else f"{count} x {choice.machine}"
+    labelled = f"{choice.label[:1].upper()}{choice.label[1:]} ({choice.machine})"
+    your_machine = labelled if choice.label else f"Your machine ({choice.machine})"
+    subjects = {
+        "as it is": your_machine if choice.label else f"{your_machine} as it is",
+        "more of it": f"{count} machines like yours ({choice.machine})",
+        "it and rented": f"{your_machine}, with {count - 1 or 1} x {choice.above} "
         "rented in the hours that exceed its capacity,",
-        "rented": f"{many}, rented by the hour,",
+        "rented": f"{rented_machines}, rented by the hour,",
     }
-    verb = "serve" if chosen.kind != "it and rented" and count > 1 else "serves"
-    paid = f"{_cost(chosen, with_spread=False)} a month, {chosen.known_by}"
-    return f"{ways[chosen.kind]} {verb} {load}: {paid}."
+    verb = "serve" if choice.kind != "it and rented" and count > 1 else "serves"
+    cost = f"{_cost(choice, with_spread=False)} a month, {choice.known_by}"
+    return f"{subjects[choice.kind]} {verb} {load}: {cost}."
 
 
 def _changes(plan: Plan) -> Iterator[str]:
@@ -113,17 +117,18 @@ def _changes(plan: Plan) -> Iterator[str]:
         if change.option is None:
             yield f"{side}, no option meets the SLO with 90 % confidence."
         else:
-            paid = _cost(change.option, with_spread=False)
-            yield f"{side}, the choice is {_title(plan, change.option)} ({paid} a month)."
+            cost = _cost(change.option, with_spread=False)
+            yield f"{side}, the choice is {_title(plan, change.option)} ({cost} a month)."
 
 
 def _bindings(plan: Plan) -> Iterator[str]:
-    """What limits each machine that is there."""
+    """Yield the binding limit of each of your machines."""
     for machine, binding in plan.binding.items():
         yield f"{machine}: {sentence_of(binding)}"
 
 
 def _unknown(plan: Plan) -> Iterator[str]:
+    """Yield the first two facts that would make the plan more certain, as one sentence."""
     if plan.unknown:
         yield f"Unknown: {'; '.join(plan.unknown[:2])}."
 
@@ -136,11 +141,12 @@ def _fine_print(plan: Plan) -> Iterator[str]:
         "confirmed, a load level at this rate ran on it; estimated, simulated from times measured "
         "on it; predicted, from datasheets."
     )
-    best = "; at best: if each rented machine reaches the high end of its interval"
-    has_best = any("at best" in _cost(option) for option in plan.rows)
+    at_best = ""
+    if any("at best" in _cost(option) for option in plan.rows):
+        at_best = "; at best: if each rented machine reaches the high end of its interval"
     yield (
         "Machines: in the busiest hour. Cost: for enough machines with 90 % confidence, rented in "
-        f"the hours that need them{best if has_best else ''}. Energy: while they compute."
+        f"the hours that need them{at_best}. Energy: while they compute."
     )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."

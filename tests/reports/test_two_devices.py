@@ -35,7 +35,7 @@ from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.errors import ReportError
 from crossover.reports.export_run import export_run
 from crossover.reports.plan.plan_costs import Plan, make_plan
-from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render import first_screen_png, html_page, json_and_csv, markdown
 from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
@@ -354,8 +354,8 @@ def planned(model: str, rate: float, **keys: object) -> Plan:
         "machines": [{"run": str(H200_RUN), **keys}],
         "devices": ["NVIDIA L4"],
     }
-    asked = asked_of(raw, Path())
-    return make_plan(asked, candidates_of(asked))
+    question = question_of_tables(raw, Path())
+    return make_plan(question, candidates_of(question))
 
 
 def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price() -> None:

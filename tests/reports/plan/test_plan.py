@@ -10,15 +10,15 @@ from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.reports.devices.device_catalog import devices, priced_gpus
 from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
-from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
-from crossover.reports.plan.plan_machines import _measured, asked_of, candidates_of
+from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, read_question
+from crossover.reports.plan.plan_machines import _measured, candidates_of, question_of_tables
 from crossover.reports.render.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
 
 def asked(rate: float = 1.0, **more: object) -> Question:
     forecast = {"peak_rate": rate, **more.pop("forecast", {})}  # type: ignore[dict-item]
-    return question({"model": "1b", "forecast": forecast, **more})
+    return read_question({"model": "1b", "forecast": forecast, **more})
 
 
 def machine(
@@ -125,7 +125,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
     import tomllib
 
     assert len(EXAMPLE.splitlines()) <= 15
-    assert question(tomllib.loads(EXAMPLE)).keys.model == "135m"
+    assert read_question(tomllib.loads(EXAMPLE)).keys.model == "135m"
 
 
 @pytest.mark.parametrize(
@@ -151,22 +151,22 @@ def test_a_wrong_file_is_one_sentence_with_key_and_value(
     change: dict[str, object], said: str
 ) -> None:
     with pytest.raises(BadPlan) as caught:
-        question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
+        read_question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
     assert said in str(caught.value)
 
 
 def test_conversations_are_planned_with_their_histories() -> None:
     """Turns of 4,000 tokens and more, with the KV memory that they need."""
-    asked = question(
+    question = read_question(
         {
             "model": "1b",
             "forecast": {"peak_rate": 0.2},
             "workload": {"preset": "conversation", "max_prompt_tokens": 4000},
         }
     )
-    lengths = asked.traffic.lengths
+    lengths = question.traffic.lengths
     assert lengths.turns is not None and lengths.turns.number.max() > 3
-    assert lengths.prompt.mean() > 3000 and asked.traffic.longest > 4000
+    assert lengths.prompt.mean() > 3000 and question.traffic.longest > 4000
 
 
 def test_a_gpu_without_a_list_price_is_considered_at_yours(
@@ -176,9 +176,11 @@ def test_a_gpu_without_a_list_price_is_considered_at_yours(
     priced = {one.name for one in listed[:1]}
     monkeypatch.setattr("crossover.reports.plan.plan_machines.priced_gpus", lambda: listed[:1])
     unpriced = next(one.name for one in devices() if one.kind == "gpu" and one not in listed)
-    asked = question({"model": "1b", "forecast": {"peak_rate": 1.0}, "prices": {unpriced: 0.01}})
-    found = {one.device: one.dollars_per_hour for one in candidates_of(asked)}
-    assert found[unpriced] and priced <= found.keys()
+    question = read_question(
+        {"model": "1b", "forecast": {"peak_rate": 1.0}, "prices": {unpriced: 0.01}}
+    )
+    prices = {one.device: one.dollars_per_hour for one in candidates_of(question)}
+    assert prices[unpriced] and priced <= prices.keys()
 
 
 def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
@@ -198,13 +200,13 @@ def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes().split(b"\n")[0] + b"\n")
     tables = {"model": "1b", "forecast": {"peak_rate": 1.0}, "machines": [{"run": str(tmp_path)}]}
     with pytest.raises(BadPlan, match=f"no capacity of any model yet. .* resume {tmp_path}"):
-        candidates_of(asked_of(tables, tmp_path))
+        candidates_of(question_of_tables(tables, tmp_path))
 
 
 def test_a_run_gives_the_lengths_and_the_slo_that_are_left_out() -> None:
     folder, data, _ = shown()
     tables = {"model": "1b", "forecast": {"peak_rate": 0.01}, "machines": [{"run": str(folder)}]}
-    slo = asked_of(tables, folder).slo
+    slo = question_of_tables(tables, folder).slo
     assert (slo.ttft_seconds, slo.target) == (data.slo.ttft_seconds, data.slo.target)
 
 
@@ -219,7 +221,8 @@ def test_of_another_question_a_run_whose_speed_moved_knows_less(tmp_path: Path) 
 
     def width(run: Path) -> float:
         tables = {"model": "135m", "slo": "reading", "devices": [], "machines": [{"run": str(run)}]}
-        (found,) = candidates_of(asked_of(tables | {"forecast": {"peak_rate": 0.01}}, run))
-        return found.high / found.low
+        question = question_of_tables(tables | {"forecast": {"peak_rate": 0.01}}, run)
+        (candidate,) = candidates_of(question)
+        return candidate.high / candidate.low
 
     assert width(tmp_path) > 1.1 * width(folder)
