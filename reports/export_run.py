@@ -129,7 +129,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     requests = [_public(msgspec.to_builtins(record), aliases) for record in run.requests()]
     samples = [_public(msgspec.to_builtins(sample), aliases) for sample in run.samples]
     manifest = _public_manifest(run, aliases)
-    # The ID of the run would name its host, so the copy's is made from its contents.
+    # The run's ID is the name of its folder, which may be private. The copy gets an ID of its own.
     digest = hashlib.sha256(b"".join(map(msgspec.json.encode, requests))).hexdigest()[:10]
     manifest["format_version"] = FORMAT_VERSION
     manifest["run_id"] = f"{run.manifest.created[:10]}-{digest}"

@@ -1,15 +1,15 @@
-"""A streaming endpoint with known truth: it remembers when it did what it was told to do.
+"""A streaming endpoint with known behavior, which logs what it did to each request and when.
 
     python -m crossover.loadtests.selftest.reference_server '{"slots": 4}'        # prints its port
     python -m crossover.loadtests.selftest.reference_server '{"slots": 8, "step_times": {...}}'
 
-GET /truth returns for each request id when it arrived, when each content chunk was written, and
-its status, on CLOCK_MONOTONIC, which all processes share. It has no model, answers "ab", and every
-answer is a stream.
+GET /truth returns for each request ID when the request arrived, when each content chunk was
+written, and the status. Times are on CLOCK_MONOTONIC, which all processes share. The server has no
+model, answers "ab", and streams every answer.
 
-Without a step-time model each answer has its own chunks at their times. With one, requests are
-batched as an engine does: steps whose length the step-time model says, one token a step to each
-that decodes.
+Without a step-time model, the chunks of each answer come at fixed intervals. With one, requests are
+batched as by an engine: each step takes the time that the model gives, and every decoding request
+gets one token per step.
 """
 
 from __future__ import annotations
@@ -29,36 +29,39 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 
 clock = time.perf_counter
 MODEL = "true-model"
-STEP_TOKENS = 2048  # most prompt tokens of a step in which nobody decodes
-PREFILL_TOKENS = 256  # most of one in which somebody does
-STALL_AT = 6
+STEP_TOKENS = 2048  # maximum prompt tokens of a step in which no request decodes
+PREFILL_TOKENS = 256  # maximum prompt tokens of a step in which a request decodes
+STALL_AT = 6  # index of the chunk before which an answer stalls
 json_bytes = msgspec.json.Encoder().encode
 Body = dict[str, Any]
 
 
 class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the server does. Times in seconds."""
+    """How the server behaves. All times are in seconds."""
 
-    ttft: float = 0.02  # from having a slot to the first chunk
+    ttft: float = 0.02  # from getting a slot to the first chunk
     gap: float = 0.005  # between chunks
     chunk_tokens: int = 1
-    stall: float = 0.0  # before the chunk STALL_AT of every third answer this much longer
-    cut_every: int = 0  # one of so many answers is cut off in its middle; 0: none
-    reasoning_share: float = 0.0  # of an answer's tokens on the chat route, before the answer
+    stall: float = 0.0  # extra gap before the chunk STALL_AT of every third answer
+    cut_every: int = 0  # every n-th answer is cut off in its middle; 0: none
+    reasoning_share: float = 0.0  # share of a chat answer's tokens that are reasoning
     slots: int = 1_000_000
-    # requests that may wait for a slot; more are answered with 429. None: any number
+    # Maximum requests that wait for a slot; more are answered with 429. None: no limit.
     waiting: int | None = None
-    # Of continuous batching. None: ttft and gap
+    # Requests are batched with these step times. None: `ttft` and `gap` apply.
     step_times: StepTimeModel | None = None
-    period: float = 2.0  # under a step-time model, every second of these ...
-    slower: float = 1.0  # ... has steps that take so many times as long
-    pause: float = 0.0  # that the first step of each takes longer
+    # With step times: time is divided into periods. In every second period, steps take `slower`
+    # times as long, and the first step of each period takes `pause` longer.
+    period: float = 2.0
+    slower: float = 1.0
+    pause: float = 0.0
 
 
 class Received(asyncio.StreamReader):
-    """Knows when its last bytes left the kernel, however long they wait to be read."""
+    """A stream reader that records when its last bytes were received, which may be long before they
+    are read."""
 
-    moment = 0.0
+    moment = 0.0  # on `clock`
 
     def feed_data(self, data: Iterable[SupportsIndex]) -> None:
         self.moment = clock()
@@ -66,7 +69,10 @@ class Received(asyncio.StreamReader):
 
 
 class Stream:
-    """One answer on its way."""
+    """One request and its streamed answer.
+
+    `entry` is the request's entry in the server's log. `body` is the request's JSON.
+    """
 
     def __init__(
         self,
@@ -82,27 +88,28 @@ class Stream:
         self.breaks = bool(truth.cut_every) and number % truth.cut_every == 0
         self.output_tokens = int(body.get("max_tokens") or 16)
         prompt = body.get("prompt") or ""
-        self.messages = [str(one["content"]) for one in body.get("messages") or ()]
+        self.messages = [str(message["content"]) for message in body.get("messages") or ()]
         self.is_chat = bool(self.messages)
-        if self.is_chat:  # a word is a token
+        if self.is_chat:
             prompt = " ".join(self.messages)
+        # Each word counts as a token.
         self.prompt_tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-        self.cached_tokens = 0  # words of the messages that are a whole conversation of before
+        self.cached_tokens = 0  # tokens of the prompt that are those of an earlier conversation
         self.answer = ""
         self._reasoning_tokens = int(truth.reasoning_share * self.output_tokens)
-        self.made = 0  # steps of a Batch that gave it a token
-        self.left = self.prompt_tokens  # that a Batch has still to compute
-        self.sent = 0
+        self.made = 0  # tokens that a Batch has decoded
+        self.left = self.prompt_tokens  # prompt tokens that a Batch has still to process
+        self.sent = 0  # tokens written to the client
         self._options = body.get("stream_options") or {}
         self.reader, self.writer = reader, writer
 
     @property
     def is_over(self) -> bool:
-        """Whole, cut off, or its client has gone."""
+        """Whether the answer is complete or cut off, or the client has closed the connection."""
         return self.over.is_set() or self.reader.at_eof() or self.writer.is_closing()
 
     def write(self) -> None:
-        """The next chunk, and the end of the answer behind the last."""
+        """Write the next chunk and log its time. After the last chunk, end the answer."""
         if self.is_over:
             return
         tokens = min(self.truth.chunk_tokens, self.output_tokens - self.sent)
@@ -126,13 +133,15 @@ class Stream:
                 self.writer.close()
 
     def head(self) -> bytes:
+        """Return the status line and the headers of the response."""
         return (
             "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
             f"Transfer-Encoding: chunked\r\nX-Request-Id: request-{self.number}\r\n\r\n"
         ).encode()
 
     def end(self) -> bytes:
-        """What follows the last chunk: nothing where it is cut off."""
+        """Return what follows the last chunk: the finish reason, usage and [DONE]; nothing for an
+        answer that is cut off."""
         if self.breaks:
             return b""
         out = self.event(self.choice("", finish="length"))
@@ -141,12 +150,14 @@ class Stream:
         return out + http_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
     def usage(self) -> Body:
+        """Return the token counts so far, as OpenAI's `usage` field."""
         counts: Body = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent}
         if self.is_chat:
             counts["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         return {"usage": counts | {"total_tokens": self.prompt_tokens + self.sent}}
 
     def choice(self, text: str, finish: str | None = None) -> Body:
+        """Return a chunk with this text, as JSON of the route that was requested."""
         choice: Body = {"index": 0, "text": text, "finish_reason": finish}
         if self.is_chat:
             is_answer = self.sent > self._reasoning_tokens
@@ -155,68 +166,71 @@ class Stream:
         return {"id": f"request-{self.number}", "model": MODEL, "choices": [choice]}
 
     def event(self, body: Body) -> bytes:
+        """Return a server-sent event in a chunk of the response."""
         return http_chunk(b"data: " + json_bytes(body) + b"\n\n")
 
 
 class Batch:
-    """Continuous batching by a step-time model: sequences wait, have their prompt computed, decode.
+    """Continuous batching with a step-time model: requests wait for a slot, have their prompt
+    processed in pieces, and then decode one token per step.
 
-    The owner calls `begin(now)` when it is idle and somebody waits, and `end()` at `ends`.
+    The owner calls `begin(now)` while the batch is idle and requests wait, and `end()` at `ends`.
     """
 
     def __init__(self, truth: Truth) -> None:
         self.waiting: deque[Stream] = deque()
-        self.ends: float | None = None  # of the step under way; None: idle
+        self.ends: float | None = None  # when the running step ends, on `clock`; None: idle
         self._truth = truth
-        self._filling: list[Stream] = []  # oldest first
+        self._in_prefill: list[Stream] = []  # oldest first
         self._decoding: list[Stream] = []
-        self._pieces: list[tuple[Stream, int]] = []  # prompt tokens of the step
+        self._pieces: list[tuple[Stream, int]] = []  # prompt tokens of the running step
         self._period = 0
 
     def begin(self, now: float) -> None:
-        """A step with what is there; idle where that is nothing."""
+        """Begin a step at `now` with the requests there are; without any, the batch is idle."""
         step_times = self._truth.step_times
         assert step_times is not None
-        self._filling = [one for one in self._filling if not one.is_over]
-        rows = self._decoding = [one for one in self._decoding if not one.is_over]
-        while self.waiting and len(self._filling) + len(rows) < self._truth.slots:
-            self._filling.append(self.waiting.popleft())
-        room = PREFILL_TOKENS if rows else STEP_TOKENS
+        self._in_prefill = [stream for stream in self._in_prefill if not stream.is_over]
+        decoding = self._decoding = [stream for stream in self._decoding if not stream.is_over]
+        while self.waiting and len(self._in_prefill) + len(decoding) < self._truth.slots:
+            self._in_prefill.append(self.waiting.popleft())
+        remaining_tokens = PREFILL_TOKENS if decoding else STEP_TOKENS
         self._pieces = []
-        for one in self._filling:
-            if room > 0:
-                self._pieces.append((one, min(one.left, room)))
-                room -= self._pieces[-1][1]
+        for stream in self._in_prefill:
+            if remaining_tokens > 0:
+                piece_tokens = min(stream.left, remaining_tokens)
+                self._pieces.append((stream, piece_tokens))
+                remaining_tokens -= piece_tokens
         self.ends = None
-        if self._pieces or rows:
+        if self._pieces or decoding:
             seconds = step_times.seconds(
-                rows=len(rows),
-                prompt_tokens=sum(piece for _, piece in self._pieces),
-                context_tokens=sum(one.prompt_tokens + one.made for one in rows),
-                passes=len(self._pieces) + bool(rows),
+                rows=len(decoding),
+                prompt_tokens=sum(piece_tokens for _, piece_tokens in self._pieces),
+                context_tokens=sum(stream.prompt_tokens + stream.made for stream in decoding),
+                passes=len(self._pieces) + bool(decoding),
             )
-            before, self._period = self._period, int(now / self._truth.period)
+            previous_period, self._period = self._period, int(now / self._truth.period)
             seconds *= self._truth.slower if self._period % 2 else 1.0
-            self.ends = now + seconds + self._truth.pause * (self._period != before)
+            self.ends = now + seconds + self._truth.pause * (self._period != previous_period)
 
     def end(self) -> list[Stream]:
-        """The step is over and the next one begins: who has a token now."""
+        """End the running step and begin the next one. Return the requests that got a token."""
         assert self.ends is not None
-        answered = list(self._decoding)
-        for one, piece in self._pieces:
-            one.left -= piece
-            if not one.left:
-                self._filling.remove(one)
-                answered.append(one)
-        for one in answered:
-            one.made += 1
-        self._decoding = [one for one in answered if one.made < one.output_tokens]
+        with_token = list(self._decoding)
+        for stream, piece_tokens in self._pieces:
+            stream.left -= piece_tokens
+            if not stream.left:
+                self._in_prefill.remove(stream)
+                with_token.append(stream)
+        for stream in with_token:
+            stream.made += 1
+        self._decoding = [stream for stream in with_token if stream.made < stream.output_tokens]
         self.begin(self.ends)
-        return answered
+        return with_token
 
 
 class Server:
-    """Slots, a queue, and the account of what happened."""
+    """The server: slots, a queue of requests that wait for one, and the log."""
 
     def __init__(self, truth: Truth) -> None:
         self.truth = truth
@@ -224,11 +238,12 @@ class Server:
         self._slots = asyncio.Semaphore(truth.slots)
         self._waiting = 0
         self._batch = Batch(truth)
-        self._is_asked = asyncio.Event()
-        self._conversations: set[tuple[str, ...]] = set()  # messages, the last answer included
+        self._has_request = asyncio.Event()  # a request waits for the batch
+        # The messages of each conversation so far, including the last answer.
+        self._conversations: set[tuple[str, ...]] = set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Listen on a free port of 127.0.0.1, print its number, and serve forever."""
         listening = await asyncio.get_running_loop().create_server(
             lambda: asyncio.StreamReaderProtocol(Received(), self._serve), "127.0.0.1", backlog=4096
         )
@@ -236,20 +251,20 @@ class Server:
         await (listening.serve_forever() if self.truth.step_times is None else self._compute())
 
     async def _compute(self) -> None:
-        """The steps of the Batch."""
+        """Run the steps of the batch, and write a chunk to each request that got a token."""
         batch = self._batch
         while True:
-            self._is_asked.clear()
+            self._has_request.clear()
             batch.begin(clock())
             while batch.ends is not None:
                 await asyncio.sleep(batch.ends - clock())
                 for stream in batch.end():
                     stream.write()
             if not batch.waiting:
-                await self._is_asked.wait()
+                await self._has_request.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One client's connection: requests in, answers out, one at a time."""
+        """Serve the requests of one connection, one after the other."""
         assert isinstance(reader, Received)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while not writer.is_closing():
@@ -259,34 +274,35 @@ class Server:
                 headers = {name.lower(): value.strip() for name, _, value in pairs}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 path = first.split(" ")[1]
-                status, said = self.say(path, headers, body)
+                status, response = self.say(path, headers, body)
                 if status == 200 and path.endswith("completions"):
-                    number, asked = len(self.log) + 1, msgspec.json.decode(body)
+                    number, request = len(self.log) + 1, msgspec.json.decode(body)
                     entry = {"arrived": reader.moment, "chunks": [], "status": 200}
                     self.log[f"request-{number}"] = entry
-                    await self.answer(self.stream(path, number, asked, entry, reader, writer))
+                    await self.answer(self.stream(path, number, request, entry, reader, writer))
                 else:
-                    answer(writer, status, said)
+                    answer(writer, status, response)
         writer.close()
 
     def say(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
-        """Status and body of what is no stream."""
+        """Return status and JSON of a response that is not streamed."""
         if path == "/truth":
             return 200, self.log
         return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
-    def stream(self, path: str, *asked: Any) -> Stream:
-        return Stream(self.truth, *asked)
+    def stream(self, path: str, *fields: Any) -> Stream:
+        """Return the stream of a request. `fields`: the other parameters of Stream."""
+        return Stream(self.truth, *fields)
 
     async def answer(self, stream: Stream) -> None:
-        """One request, to the end of its answer."""
-        truth, said = stream.truth, tuple(stream.messages)
-        if said[:-1] in self._conversations:
-            stream.cached_tokens = len(" ".join(said[:-1]).split())
-        stream.entry |= {"messages": len(said), "cached": stream.cached_tokens}
+        """Serve one request to the end of its answer."""
+        truth, messages = stream.truth, tuple(stream.messages)
+        if messages[:-1] in self._conversations:
+            stream.cached_tokens = len(" ".join(messages[:-1]).split())
+        stream.entry |= {"messages": len(messages), "cached": stream.cached_tokens}
         if truth.step_times is not None:
             self._batch.waiting.append(stream)
-            self._is_asked.set()
+            self._has_request.set()
             await stream.over.wait()
         elif truth.waiting is not None and self._slots.locked() and self._waiting >= truth.waiting:
             stream.entry["status"] = 429
@@ -296,35 +312,41 @@ class Server:
             await self._slots.acquire()
             self._waiting -= 1
             try:
-                await self._at_its_times(stream)
+                await self._write_on_schedule(stream)
             finally:
                 self._slots.release()
-            self._conversations.add((*said, stream.answer))
+            self._conversations.add((*messages, stream.answer))
 
-    async def _at_its_times(self, stream: Stream) -> None:
-        truth, moment, written = stream.truth, clock() + stream.truth.ttft, 0
+    async def _write_on_schedule(self, stream: Stream) -> None:
+        """Write the chunks of an answer at the times that `ttft`, `gap` and `stall` define."""
+        truth = stream.truth
+        next_chunk = clock() + truth.ttft
+        chunk_count = 0
         while not stream.is_over:
-            if written == STALL_AT and stream.number % 3 == 0:
-                moment += truth.stall
-            await asyncio.sleep(moment - clock())
+            if chunk_count == STALL_AT and stream.number % 3 == 0:
+                next_chunk += truth.stall
+            await asyncio.sleep(next_chunk - clock())
             stream.write()
-            moment += truth.gap
-            written += 1
+            next_chunk += truth.gap
+            chunk_count += 1
 
 
 def http_chunk(data: bytes) -> bytes:
+    """Return a chunk of a response with chunked transfer encoding."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    """Write a response that is not streamed, with `body` as JSON."""
     data = json_bytes(body)
     head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
 
 
 def main() -> None:
+    """Serve with the Truth on the command line, as JSON."""
     truth = msgspec.json.decode(sys.argv[1], type=Truth) if len(sys.argv) > 1 else Truth()
-    gc.disable()  # a collection holds every answer for milliseconds
+    gc.disable()  # a collection would delay every answer by milliseconds
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Server(truth).run())
 

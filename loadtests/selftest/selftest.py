@@ -1,16 +1,17 @@
-"""`crossover selftest`: does this load generator measure right on this machine?
+"""`crossover selftest`: does the load generator measure correctly on this machine?
 
-A server with known truth (reference_server.py) is loaded as any endpoint would be, and the records
-are compared with what the server says it did.
+The self-test loads a reference server (reference_server.py) like any endpoint and compares its
+records with the server's own log.
 
-    times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
-    talk     conversations that send their histories again, to a server that thinks first
-    counts   answers that are cut off, and 429s of a full queue
-    pace     Poisson arrivals as the server saw them, send delay, the client's CPU
-    limit    servers that batch by known step times (steady, of two speeds, with pauses): bursts,
-             a step-time model and a level, as in a campaign
+    times           one and four tokens per chunk, a third of the answers with a stall: TTFT, TPOT,
+                    E2E and gaps between chunks
+    counts          answers that are cut off, and 429 responses of a full queue
+    conversations   turns that send their histories again, to a server that reasons first
+    pace            Poisson arrivals as the server saw them, send delay, the client's CPU time
+    limit           capacity of servers that batch with known step times (at one speed, at two, and
+                    with pauses), from bursts, a step-time model and a level, as in a campaign
 
-Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
+Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more. Counts must be equal.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import RequestSpec, Spread, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
-WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
-# An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
+WARM_UP_SECONDS = 1.0  # the times of requests due before do not count: they open connections
+# About ten times as fast as a small model on a CPU, so that a short level has enough requests.
 STEP_TIMES = StepTimeModel(
     base_seconds=0.005,
     row_seconds=0.0008,
@@ -64,34 +65,36 @@ STEP_TIMES = StepTimeModel(
     pass_seconds=0.001,
 )
 SLOTS = 8
-# As the reference server schedules: no target for a step's time.
+# Those of the reference server, which has no target for the time of a step.
 SETTINGS = SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=None)
 WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_output_tokens=64)
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
-ALONE = 10  # requests one at a time
-LIMIT_SECONDS = 14.0  # of the level that confirms
-READY_SECONDS = 30.0  # that one of WORLDS waits for the others
-WORLD_SECONDS = 120.0  # that one of WORLDS may take
-# What the server does beside its step times, and their factors: mean, minimum, maximum.
+SINGLE_STREAM_REQUESTS = 10
+LIMIT_SECONDS = 14.0  # window of the level that confirms a rate
+READY_SECONDS = 30.0  # how long one of WORLDS waits until the others are ready
+WORLD_SECONDS = 120.0  # maximum time of one of WORLDS
+# World -> options of its server, and the mean, minimum and maximum factor of its step times.
 WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
     "known step times": ({}, (1.0, 1.0, 1.0)),
     "step times of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),
     "step times with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
 }
 
-# Request id -> what the server did (crossover.loadtests.selftest.reference_server).
+# Request ID -> what the server did (crossover.loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
 QUANTILES = (0.50, 0.95, 0.99)
-SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
+# A time may be off by this share of it, or by its floor if that is more.
+MAX_TIME_ERROR = 0.01
 FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001, "TTFA": 0.002}  # a TPOT is a mean
-DISPERSION_SIGMA = 3.3  # standard deviations: about 1 in 1,000 right processes has more
-CAPACITY_SHARE = 0.15
-CONFIRMED_SHARE = 0.05  # that a confirmed rate may be above the truth: a minute may be lucky
-Loaded = tuple[list[RequestRecord], Ended, Log]  # what both ends wrote down
+DISPERSION_SIGMA = 3.3  # standard deviations: about 1 in 1,000 Poisson processes exceeds this
+MAX_CAPACITY_ERROR = 0.15
+MAX_CONFIRMED_EXCESS = 0.05  # a confirmed rate may be this far above the truth, by luck
+LoadResult = tuple[list[RequestRecord], Ended, Log]  # the client's records and the server's log
 
 
 class Bench:
-    """Where the parts run: a folder, one load generator, and cores for the servers."""
+    """What the parts of the self-test share: a folder, one load generator, and the cores on which
+    their servers run."""
 
     def __init__(self, folder: Path, generator: LoadGenerator, cores: tuple[int, ...]) -> None:
         self._folder, self._generator, self._cores = folder, generator, cores
@@ -99,7 +102,10 @@ class Bench:
 
     @contextmanager
     def server(self, **truth: Any) -> Iterator[str]:
-        """A reference server's URL."""
+        """Start a reference server and yield its URL. `truth`: fields of its Truth.
+
+        Raises LoadError if it does not start within 30 s.
+        """
         self._servers += 1
         log = self._folder / f"server-{self._servers}.log"
         settings = json.dumps(msgspec.to_builtins(truth))
@@ -114,29 +120,33 @@ class Bench:
 
     @contextmanager
     def world(self, name: str) -> Iterator[tuple[Child, Path]]:
-        """A process that finds the limit of one of WORLDS, and the file whose last line it is."""
-        log, ready = self._folder / f"{name}.log", self._folder / "ready"
-        ready.mkdir(exist_ok=True)
-        (ready / name).unlink(missing_ok=True)  # of an earlier time
-        command = [sys.executable, "-m", "crossover.loadtests.selftest.selftest", name, str(ready)]
+        """Start a process that estimates the capacity in one of WORLDS. Yield the process and its
+        log, whose last line will be its rows as JSON."""
+        log, ready_folder = self._folder / f"{name}.log", self._folder / "ready"
+        ready_folder.mkdir(exist_ok=True)
+        (ready_folder / name).unlink(missing_ok=True)  # left by an earlier run of this part
+        module = "crossover.loadtests.selftest.selftest"
+        command = [sys.executable, "-m", module, name, str(ready_folder)]
         with Child(command, log=log) as child:
             yield child, log
 
-    def send(self, url: str, *, is_chat: bool = False, **load: Any) -> Loaded:
-        """One level, as the runner has it sent; `load`: of a LoadPlan."""
+    def send(self, url: str, *, is_chat: bool = False, **load: Any) -> LoadResult:
+        """Run one level on the server at `url`, as a campaign does. `load`: fields of a
+        LoadPlan."""
         target = Target(url=url, api="chat" if is_chat else "completions")
         plan = LoadPlan(target=target, drain_seconds=20.0, facts=probe(target), **load)
         with connect(url) as pool:
             before = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-            told = list(self._generator.run(plan))
+            events = list(self._generator.run(plan))
             after = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-        records = [one for one in told if isinstance(one, RequestRecord)]
-        (account,) = [one for one in told if isinstance(one, Ended)]
+        records = [event for event in events if isinstance(event, RequestRecord)]
+        (account,) = [event for event in events if isinstance(event, Ended)]
         log = {name: entry for name, entry in after.items() if name not in before}
         return records, account, log
 
-    def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> Loaded:
-        """One level of requests with so many tokens on a server of its own."""
+    def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> LoadResult:
+        """Run one level at `rate` requests/s with `tokens` output tokens per request, on a new
+        reference server. `truth`: fields of the server's Truth."""
         workload = Workload(prompt_tokens=16, output_tokens=tokens)
         with self.server(**truth) as url:
             return self.send(url, rate=rate, window_seconds=seconds, workload=workload)
@@ -144,7 +154,7 @@ class Bench:
 
 @contextmanager
 def open_bench() -> Iterator[Bench]:
-    """A bench in a folder that goes with it."""
+    """Yield a bench with a temporary folder."""
     layout = divide_cores(allowed_cores(), quota=cgroup_cores())
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as name:
         folder = Path(name)
@@ -153,26 +163,26 @@ def open_bench() -> Iterator[Bench]:
 
 
 def times(bench: Bench) -> list[Row]:
-    """Chunks of one and of four tokens; a third of the answers stall."""
+    """Times of chunks of one and of four tokens. A third of the answers stall."""
     rows: list[Row] = []
     for chunk in (1, 4):
         truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 0.6}
         records, _, log = bench.load(50.0, WARM_UP_SECONDS + 3.0, 48, **truth)
         world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
-        rows += [*times_rows(world, records, log), lag_row(world, records, 0.001)]
+        rows += [*times_rows(world, records, log), send_delay_row(world, records, 0.001)]
     return rows
 
 
 def counts(bench: Bench) -> list[Row]:
-    """Failures of every kind at once, on a server that is too slow."""
+    """Failures of every kind in one level, on a server that is too slow for its load."""
     truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "cut_every": 5}
     records, _, log = bench.load(60.0, 2.0, 8, **truth)
     return failure_rows("failures and refusals", records, log)
 
 
 def conversations(bench: Bench) -> list[Row]:
-    """Turns whose histories are sent again to a server that thinks first, and that cuts off some
-    answers: these sessions end, and their missing turns are failures.
+    """Turns that send their histories again, to a server that reasons before it answers. It cuts
+    off some answers; these sessions end there, and their missing turns are failures.
     """
     workload = Workload(
         prompt_tokens=24,
@@ -191,244 +201,288 @@ def conversations(bench: Bench) -> list[Row]:
 
 
 def pace(bench: Bench) -> list[Row]:
-    """Poisson arrivals at a rate that one core should sustain with room to spare."""
+    """Poisson arrivals at a rate that one core should sustain easily."""
     records, account, log = bench.load(RATE, PACE_SECONDS, 1, ttft=0.01)
-    arrived = np.sort(np.array([entry["arrived"] for entry in log.values()]))
+    arrivals = np.sort(np.array([entry["arrived"] for entry in log.values()]))
     world = f"Poisson, {RATE:.0f} requests/s"
-    ok = sum(record.error is None for record in records)
-    cpu = account.cpu_seconds / PACE_SECONDS
+    answered_count = sum(record.error is None for record in records)
+    cpu_share = account.cpu_seconds / PACE_SECONDS
     return [
-        Row(world, "answers", len(log), ok, 0),
-        lag_row(world, records, 0.002),
-        Row(world, "client CPU of one core", None, cpu, 0.5),
-        arrival_row(world, arrived, RATE),
+        Row(world, "answers", len(log), answered_count, 0),
+        send_delay_row(world, records, 0.002),
+        Row(world, "client CPU of one core", None, cpu_share, 0.5),
+        arrival_row(world, arrivals, RATE),
     ]
 
 
 def limit(bench: Bench) -> list[Row]:
-    """The limits of servers that batch by a step-time model, all at once: they mostly wait."""
+    """Capacity of servers that batch by a step-time model. All WORLDS run at the same time, since
+    their servers mostly sleep."""
     rows: list[Row] = []
     with ExitStack() as stack:
-        running = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
-        for name, child, log in running:
+        processes = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
+        for name, child, log in processes:
             if child.wait(WORLD_SECONDS) != 0:
                 raise LoadError(f"{name}: no limit was found ({child.how_it_ended()})")
             rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Row])
     return rows
 
 
-def _rows_of(name: str, ready: Path) -> list[Row]:
-    """One of WORLDS, with a load generator of its own. It begins when all have a file in `ready`: a
-    load generator that imports Locust keeps the others from their core.
+def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
+    """Measure the capacity in one of WORLDS, with a load generator of its own.
+
+    Each world creates a file in `ready_folder` when its load generator has started, and measures
+    when all have: a load generator that imports Locust takes CPU time from the others.
     """
-    (more, factors), policy = WORLDS[name], SETTINGS
-    true = [capacity(STEP_TIMES.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
-    with open_bench() as bench, bench.server(step_times=STEP_TIMES, slots=SLOTS, **more) as url:
+    server_options, factors = WORLDS[name]
+    true_rates = [
+        capacity(STEP_TIMES.slower(factor), SETTINGS, WORKLOAD, SLO).rate for factor in factors
+    ]
+    with (
+        open_bench() as bench,
+        bench.server(step_times=STEP_TIMES, slots=SLOTS, **server_options) as url,
+    ):
 
-        def ask(burst: Burst) -> Level:
-            pairs = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
-            asks = tuple(RequestSpec(i, *pair) for i, pair in enumerate(pairs))
-            return level_of(bench.send(url, asks=asks, due=(0.0,) * len(asks))[0])
+        def send_burst(burst: Burst) -> Level:
+            lengths = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
+            requests = tuple(RequestSpec(i, *pair) for i, pair in enumerate(lengths))
+            return level_of(bench.send(url, asks=requests, due=(0.0,) * len(requests))[0])
 
-        alone_load: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
-        bench.send(url, **alone_load, requests=1)
-        (ready / name).touch()
-        until = time.monotonic() + READY_SECONDS
-        while len(list(ready.iterdir())) < len(WORLDS) and time.monotonic() < until:
+        single_stream: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
+        bench.send(url, **single_stream, requests=1)
+        (ready_folder / name).touch()
+        deadline = time.monotonic() + READY_SECONDS
+        while len(list(ready_folder.iterdir())) < len(WORLDS) and time.monotonic() < deadline:
             time.sleep(0.01)
-        records, _, _ = bench.send(url, **alone_load, requests=ALONE)
-        alone = level_of(records, concurrency=1)
-        made = calibrate(ask, WORKLOAD, SLOTS, 20.0, [alone])
-        known: dict[str, Any] = {
-            "step_times": made.step_times,
-            "policy": policy,
+        records, _, _ = bench.send(url, **single_stream, requests=SINGLE_STREAM_REQUESTS)
+        unloaded = level_of(records, concurrency=1)
+        calibration = calibrate(send_burst, WORKLOAD, SLOTS, 20.0, [unloaded])
+        server: dict[str, Any] = {
+            "step_times": calibration.step_times,
+            "policy": SETTINGS,
             "workload": WORKLOAD,
+            "least_seconds": LIMIT_SECONDS,
         }
-        known["least_seconds"] = LIMIT_SECONDS
-        found = estimate([alone], SLO, **known)
-        found = msgspec.structs.replace(found, reason=made.reason or found.reason)
-        if found.estimated_rate:
-            rate = CONFIRMING_SHARE * found.estimated_rate
-            lasts: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
-            records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
-            level = level_of(records, rate_per_second=rate, **lasts)
-            found = estimate([alone, level], SLO, **known)
-    return capacity_rows(name, found, *true)
+        result = estimate([unloaded], SLO, **server)
+        result = msgspec.structs.replace(result, reason=calibration.reason or result.reason)
+        if result.estimated_rate:
+            rate = CONFIRMING_SHARE * result.estimated_rate
+            duration: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
+            records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **duration)
+            level = level_of(records, rate_per_second=rate, **duration)
+            result = estimate([unloaded, level], SLO, **server)
+    return capacity_rows(name, result, *true_rates)
 
 
 def run_selftest(progress: Progress) -> list[Row]:
-    """All parts; one with times that are off is run once more, since a machine's hiccup does not
-    come back. Counts must be right at once. Raises LoadError where a part cannot run at all.
+    """Run all parts and return their rows.
+
+    A part in which only times are off is run once more, since a hiccup of the machine does not come
+    back. Counts must be right the first time. Raises LoadError if a part cannot run.
     """
     parts = (times, counts, conversations, pace, limit)
     rows: list[Row] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
-            what = (part.__doc__ or "").partition(".")[0]
-            progress.tick(what, number / len(parts))
-            found = part(bench)
-            missed = [row for row in found if not row.passed]
-            if missed and all(row.limit for row in missed):
-                progress.say(f"repeating {missed[0].world}: {missed[0].what} is off")
-                found = part(bench)
-            rows += found
+            title = (part.__doc__ or "").partition(".")[0]
+            progress.tick(title, number / len(parts))
+            part_rows = part(bench)
+            failed_rows = [row for row in part_rows if not row.passed]
+            if failed_rows and all(row.limit for row in failed_rows):
+                progress.say(f"repeating {failed_rows[0].world}: {failed_rows[0].what} is off")
+                part_rows = part(bench)
+            rows += part_rows
     return rows
 
 
-# Whether the client measured what happened. Pure.
+# What follows compares the client's records with the server's log. It has no side effects.
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table. `truth` None: `limit` is an upper bound."""
+    """One comparison: a line of the table that the self-test prints."""
 
-    world: str
-    what: str
-    truth: float | None
+    world: str  # the server and its load
+    what: str  # the quantity and its unit
+    truth: float | None  # None: `limit` is an upper bound
     measured: float | None
-    limit: float
+    limit: float  # maximum difference from the truth
     note: str = ""
 
     @property
     def passed(self) -> bool:
-        """The measured value is within `limit` of the truth, or at most `limit`."""
+        """Whether the measured value is within `limit` of the truth, or is at most `limit`."""
         if self.measured is None or self.note.startswith("wrong"):
             return False
         return abs(self.measured - (self.truth or 0.0)) <= self.limit * (1 + 1e-9)
 
 
 def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
-    """TTFT, TPOT, E2E at three quantiles, and the longest gap between chunks, of one world.
+    """Compare TTFT, TPOT and E2E at three quantiles, and the longest gap between chunks.
 
-    True are the moments at which the server had read the request and wrote each chunk, so the
-    client's delays of sending and receiving count as error.
+    The truth is when the server had received the request and when it wrote each chunk, so that the
+    client's delays in sending and receiving count as errors.
     """
-    answered = [one for one in records if log.get(one.request_id or "", {}).get("chunks")]
+    answered = [
+        record for record in records if log.get(record.request_id or "", {}).get("chunks")
+    ]
     rows = [Row(world, "answers", len(log), len(answered), 0)]
-    timed = [one for one in answered if one.scheduled_seconds >= WARM_UP_SECONDS]
+    timed = [record for record in answered if record.scheduled_seconds >= WARM_UP_SECONDS]
     if not timed:
         return [*rows, Row(world, "times", None, None, 0)]
-    entries, level = [log[one.request_id or ""] for one in timed], level_of(timed)
-    first = np.array([entry["chunks"][0] for entry in entries])
-    last = np.array([entry["chunks"][-1] for entry in entries])
-    arrived = np.array([entry["arrived"] for entry in entries])
-    later = np.array([entry["tokens"] - entry["first_tokens"] for entry in entries])
-    pairs = {
-        "TTFT": (first - arrived, level.ttft),
-        "TPOT": ((last - first)[later > 0] / later[later > 0], level.tpot[~np.isnan(level.tpot)]),
-        "E2E": (last - arrived, level.e2e),
+    entries, level = [log[record.request_id or ""] for record in timed], level_of(timed)
+    arrivals = np.array([entry["arrived"] for entry in entries])
+    first_chunks = np.array([entry["chunks"][0] for entry in entries])
+    last_chunks = np.array([entry["chunks"][-1] for entry in entries])
+    later_tokens = np.array([entry["tokens"] - entry["first_tokens"] for entry in entries])
+    has_later = later_tokens > 0
+    true_tpot = (last_chunks - first_chunks)[has_later] / later_tokens[has_later]
+    times_of_metrics = {
+        "TTFT": (first_chunks - arrivals, level.ttft),
+        "TPOT": (true_tpot, level.tpot[~np.isnan(level.tpot)]),
+        "E2E": (last_chunks - arrivals, level.e2e),
     }
-    for name, (values, seen) in pairs.items():
-        for share in QUANTILES:
-            truth, measured = (
-                float(np.quantile(one, share, method="inverted_cdf")) for one in (values, seen)
-            )
-            limit = max(SHARE * truth, FLOOR_SECONDS[name])
-            rows.append(Row(world, f"{name} p{share * 100:g}, s", truth, measured, limit))
+    for name, (true_times, measured_times) in times_of_metrics.items():
+        rows += _quantile_rows(world, name, true_times, measured_times, QUANTILES)
     gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
-    truth, most = float(gaps.max()), float(level.itl.max(initial=0.0))
-    rows.append(Row(world, "longest gap, s", truth, most, max(SHARE * truth, 0.001)))
+    longest_gap, measured_gap = float(gaps.max()), float(level.itl.max(initial=0.0))
+    limit = max(MAX_TIME_ERROR * longest_gap, 0.001)
+    rows.append(Row(world, "longest gap, s", longest_gap, measured_gap, limit))
+    return rows
+
+
+def _quantile_rows(
+    world: str,
+    name: str,
+    true_times: npt.NDArray[np.float64],
+    measured_times: npt.NDArray[np.float64],
+    quantiles: Sequence[float],
+) -> list[Row]:
+    """Compare two arrays of times in seconds, each [requests], at some of their quantiles."""
+    rows: list[Row] = []
+    for q in quantiles:
+        truth = float(np.quantile(true_times, q, method="inverted_cdf"))
+        measured = float(np.quantile(measured_times, q, method="inverted_cdf"))
+        limit = max(MAX_TIME_ERROR * truth, FLOOR_SECONDS[name])
+        rows.append(Row(world, f"{name} p{q * 100:g}, s", truth, measured, limit))
     return rows
 
 
 def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
-    """Whole, refused and cut-off answers, each as often as the server says."""
-    true = Counter(
-        "refused (429)" if one["status"] == 429 else "whole" if one.get("whole") else "cut off"
-        for one in log.values()
-    )
+    """Compare the numbers of whole, refused and cut-off answers with the server's."""
+
+    def true_outcome(entry: Mapping[str, Any]) -> str:
+        if entry["status"] == 429:
+            return "refused (429)"
+        return "whole" if entry.get("whole") else "cut off"
+
     names = {None: "whole", "refused": "refused (429)", "cut_off": "cut off"}
-    kinds = [failure_of(record) for record in records]
-    seen = Counter(names.get(kind, kind or "") for kind in kinds)
-    return [Row(world, name, true[name], seen[name], 0) for name in sorted(true | seen)]
+    failures = [failure_of(record) for record in records]
+    true_counts = Counter(true_outcome(entry) for entry in log.values())
+    measured_counts = Counter(names.get(failure, failure or "") for failure in failures)
+    return [
+        Row(world, name, true_counts[name], measured_counts[name], 0)
+        for name in sorted(true_counts | measured_counts)
+    ]
 
 
 def conversation_rows(
     world: str, records: Sequence[RequestRecord], log: Log, workload: Workload
 ) -> list[Row]:
-    """Every turn of every session, sent or missing; what was reused; when each turn came, and when
-    the first token of each answer behind the reasoning."""
-    sent = [one for one in records if one.request_id in log]
-    missing = [one for one in records if one.error == "session_ended"]
-    sessions = {one.session: 0 for one in records if one.session is not None}
-    drawn = draw_sessions(workload, max(sessions, default=-1) + 1, 1)
-    turns = {(one.session, one.turn): one for one in records}
-    ended = {one.session for one in records if one.error is not None}
-    lost = sum(len(drawn[one].turns) for one in ended if one is not None)
-    kept = sum(one.session in ended for one in records)
-    cached = sum(int(log[one.request_id or ""]["cached"]) for one in sent if one.error is None)
-    seen = sum(one.cached_tokens or 0 for one in sent if one.error is None)
-    late = []
-    for one in sent:
-        before = turns.get((one.session, (one.turn or 0) - 1))
-        if before is not None and before.ended_seconds is not None and one.session is not None:
-            think = drawn[one.session].turns[one.turn or 0].think_seconds
-            late.append((one.sent_seconds or 0.0) - before.ended_seconds - think)
-    answered = [one for one in sent if one.error is None]
-    entries = [log[one.request_id or ""] for one in answered]
-    true = np.array([entry["first_answer"] - entry["arrived"] for entry in entries])
-    told = level_of(answered).ttfa
+    """Compare the turns of all sessions, sent or missing; the tokens found in the server's cache;
+    how long after its think time each turn was sent; and TTFA, behind the reasoning."""
+    sent = [record for record in records if record.request_id in log]
+    answered = [record for record in sent if record.error is None]
+    missing = [record for record in records if record.error == "session_ended"]
+    session_indices = {record.session for record in records if record.session is not None}
+    sessions = draw_sessions(workload, max(session_indices, default=-1) + 1, 1)
+    records_by_turn = {(record.session, record.turn): record for record in records}
+    # A session ends with its first failed turn, and its later turns are recorded as missing.
+    ended_early = {record.session for record in records if record.error is not None}
+    drawn_turns = sum(len(sessions[index].turns) for index in ended_early if index is not None)
+    recorded_turns = sum(record.session in ended_early for record in records)
+    entries = [log[record.request_id or ""] for record in answered]
+    true_cached_tokens = sum(int(entry["cached"]) for entry in entries)
+    cached_tokens = sum(record.cached_tokens or 0 for record in answered)
+    delays = []
+    for record in sent:
+        previous = records_by_turn.get((record.session, (record.turn or 0) - 1))
+        if (
+            previous is not None
+            and previous.ended_seconds is not None
+            and record.session is not None
+        ):
+            think_seconds = sessions[record.session].turns[record.turn or 0].think_seconds
+            delays.append((record.sent_seconds or 0.0) - previous.ended_seconds - think_seconds)
     rows = [
         Row(world, "turns on the wire", len(log), len(sent), 0),
-        Row(world, "turns of sessions that ended early", lost, kept, 0),
+        Row(world, "turns of sessions that ended early", drawn_turns, recorded_turns, 0),
         Row(world, "turns that never came", None, len(missing), len(records)),
-        Row(world, "tokens found in the cache", cached, seen, 0),
+        Row(world, "tokens found in the cache", true_cached_tokens, cached_tokens, 0),
     ]
-    if not late or not len(true):
+    if not delays or not answered:
         return [*rows, Row(world, "times", None, None, 0)]
-    rows.append(Row(world, "turn behind its think time, s", None, max(late), 0.01))
-    for share in (0.5, 0.95):
-        values = (float(np.quantile(one, share, method="inverted_cdf")) for one in (true, told))
-        truth, measured = values
-        limit = max(SHARE * truth, FLOOR_SECONDS["TTFA"])
-        rows.append(Row(world, f"TTFA p{share * 100:g}, s", truth, measured, limit))
+    rows.append(Row(world, "turn behind its think time, s", None, max(delays), 0.01))
+    true_ttfa = np.array([entry["first_answer"] - entry["arrived"] for entry in entries])
+    rows += _quantile_rows(world, "TTFA", true_ttfa, level_of(answered).ttfa, (0.5, 0.95))
     return rows
 
 
-def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Row:
-    """The server's arrivals (ascending, seconds) against Poisson.
+def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> Row:
+    """Compare arrivals at the server (ascending, seconds) with a Poisson process of `rate`
+    requests/s.
 
-    The index of dispersion of their counts in short windows (variance / mean) is 1 for Poisson,
-    less where they come evenly, more where they come in clumps.
+    The index of dispersion, variance over mean of the counts in short windows, is 1 for a Poisson
+    process, lower for even arrivals and higher for bursts. Its standard deviation over n windows is
+    sqrt(2 / n).
     """
-    windows = int((arrived[-1] - arrived[0]) * rate / 2)  # of two mean gaps each
-    counts, _ = np.histogram(arrived, bins=windows)
-    spread = float(counts.var(ddof=1) / counts.mean())
-    several = DISPERSION_SIGMA * math.sqrt(2 / windows)
-    return Row(world, "index of dispersion", 1.0, spread, several)
+    windows = int((arrivals[-1] - arrivals[0]) * rate / 2)  # two mean gaps each
+    counts, _ = np.histogram(arrivals, bins=windows)
+    dispersion = float(counts.var(ddof=1) / counts.mean())
+    max_difference = DISPERSION_SIGMA * math.sqrt(2 / windows)
+    return Row(world, "index of dispersion", 1.0, dispersion, max_difference)
 
 
-def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
-    """How late the requests left, p99."""
-    lag = send_delay_p99(level_of(records))
-    return Row(world, "send delay p99, s", None, lag, limit_seconds)
+def send_delay_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
+    """Compare the 99th percentile of the send delay with its limit."""
+    delay = send_delay_p99(level_of(records))
+    return Row(world, "send delay p99, s", None, delay, limit_seconds)
 
 
 def capacity_rows(
-    world: str, found: Capacity, truth: float, most: float, least: float
+    world: str, result: Capacity, true_rate: float, max_rate: float, min_rate: float
 ) -> list[Row]:
-    """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
-    confirmed is no more than the truth. `most`, `least`: at the speeds of a server that has two.
+    """Compare a measured capacity with the true one, requests/s.
+
+    The estimate must be within MAX_CAPACITY_ERROR of the truth, its interval must contain the
+    truth, and the confirmed rate must not exceed the truth by more than MAX_CONFIRMED_EXCESS.
+    `max_rate` and `min_rate`: true capacity at either speed of a server that has two.
     """
-    note = f"wrong: {found.reason}"
-    if found.low is not None and found.high is not None:
-        holds = found.low <= most and least <= found.high
-        note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
-    share = max(CAPACITY_SHARE * truth, most * (1 + CAPACITY_SHARE) - truth)
+    note = f"wrong: {result.reason}"
+    if result.low is not None and result.high is not None:
+        contains_truth = result.low <= max_rate and min_rate <= result.high
+        note = f"{'' if contains_truth else 'wrong '}interval {result.low:.3g} to {result.high:.3g}"
+    max_error = max(
+        MAX_CAPACITY_ERROR * true_rate, max_rate * (1 + MAX_CAPACITY_ERROR) - true_rate
+    )
+    max_confirmed = max_rate * (1 + MAX_CONFIRMED_EXCESS)
     return [
-        Row(world, "capacity, requests/s", truth, found.estimated_rate, share, note),
-        Row(
-            world, "confirmed, requests/s", None, found.confirmed_rate, most * (1 + CONFIRMED_SHARE)
-        ),
+        Row(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
+        Row(world, "confirmed, requests/s", None, result.confirmed_rate, max_confirmed),
     ]
 
 
-def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
-    """A finished level; `asked`: of its LevelStarted; without a window all of them are in it."""
+def level_of(records: Sequence[RequestRecord], **started: Any) -> Level:
+    """Return a finished level of these records. `started`: fields of its LevelStarted. Without
+    `window_seconds`, all records count."""
     last = max((record.scheduled_seconds for record in records), default=0.0)
-    same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
-    started = LevelStarted(**same, **asked)
-    return Level.of(records, started, LevelFinished(due=len(records), **same))
+    window_seconds = started.pop("window_seconds", last + 1)
+    shared_fields = {"cell": "", "level": "", "window_seconds": window_seconds}
+    return Level.of(
+        records,
+        LevelStarted(**shared_fields, **started),
+        LevelFinished(due=len(records), **shared_fields),
+    )
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(_rows_of(sys.argv[1], Path(sys.argv[2]))).decode())
+    print(msgspec.json.encode(_rows_of_world(sys.argv[1], Path(sys.argv[2]))).decode())
