@@ -1,4 +1,6 @@
-"""One conversation under load: its history as a client keeps it, and the request of each turn."""
+"""One conversation under load: the history that a chat client would keep, and the request of each
+turn.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from crossover.serving.workload.exact_prompts import PromptMaker
 
 
 class _Exchange(NamedTuple):
-    """A turn that was answered."""
+    """A turn that was answered: the user's message and the assistant's."""
 
     messages: tuple[Message, Message]
-    tokens: int  # of both, in later prompts
+    tokens: int  # that both messages take in later prompts
     output_tokens: int
 
 
 class Conversation:
-    """The real history of one session: the prompts that were sent and the answers that came."""
+    """The history of one session: the prompts that were sent and the answers that came back."""
 
     def __init__(self, plan: LoadPlan, maker: PromptMaker, session: Session) -> None:
         self._plan, self._maker, self._session = plan, maker, session
@@ -29,34 +31,40 @@ class Conversation:
         if session.prefix_tokens:
             text = maker.words("prefix", session.prefix_tokens)
             self._system.append({"role": "system", "content": text})
-        self._past: list[_Exchange] = []
-        self._marks = 0  # tokens that the chat template adds to the first prompt, as counted
-        self._growth = 1.0  # tokens of an answer in the next prompt over its own, as counted
-        self._known_tokens = 0  # of the last request and its answer: a server may have kept them
-        self._is_cut = False
+        self._history: list[_Exchange] = []
+        self._template_tokens = 0  # that the chat template adds to the first prompt
+        # Tokens of an answer in the next prompt over the tokens that were generated for it.
+        self._growth = 1.0
+        # Tokens of the last request and its answer, which the server may have in its cache.
+        self._cached_tokens = 0
+        self._is_truncated = False  # the history lost its start before this turn
         self._prompt: Message = {}
-        self._added = 0  # tokens of the prompt
+        self._prompt_tokens = 0
 
     def begin(
         self, turn: int, scheduled_seconds: float, index: int
     ) -> tuple[list[Message], RequestRecord]:
-        """The messages of a turn, and its record as far as it is known.
+        """Return the messages of a turn, and its record with the fields known before it is sent.
 
-        The oldest turns are left out where the request would not fit in the workload's context.
+        The oldest turns are left out if the request would exceed the workload's `context_tokens`.
         """
         plan, session = self._plan, self._session
-        asked = session.turns[turn]
-        self._added = asked.prompt_tokens
-        # What the chat template adds to every prompt is part of the first turn's tokens.
-        fixed = 0.0 if turn else self._maker.fixed_tokens
-        words = max(1, round(asked.prompt_tokens - fixed))
+        lengths = session.turns[turn]
+        self._prompt_tokens = lengths.prompt_tokens
+        # The tokens of the first turn include those that the chat template adds to every prompt.
+        fixed_tokens = 0.0 if turn else self._maker.fixed_tokens
+        words = max(1, round(lengths.prompt_tokens - fixed_tokens))
         text = self._maker.words(f"{plan.seed}/{session.index}/{turn}", words)
         self._prompt = {"role": "user", "content": text}
-        context = plan.workload.context_tokens
-        while self._past and context is not None and self._tokens + asked.output_tokens > context:
-            del self._past[0]
-            self._is_cut = True
-        history = [message for one in self._past for message in one.messages]
+        max_tokens = plan.workload.context_tokens
+        while (
+            self._history
+            and max_tokens is not None
+            and self._request_tokens + lengths.output_tokens > max_tokens
+        ):
+            del self._history[0]
+            self._is_truncated = True
+        history = [message for exchange in self._history for message in exchange.messages]
         record = RequestRecord(
             cell=plan.cell,
             level=plan.level,
@@ -64,40 +72,44 @@ class Conversation:
             session=session.index,
             turn=turn,
             scheduled_seconds=scheduled_seconds,
-            requested_prompt_tokens=self._tokens,
-            added_tokens=asked.prompt_tokens,
-            requested_output_tokens=asked.output_tokens,
-            # What the server has seen before: all of the request and answer before, or, where the
-            # history was cut at its start, the system prompt alone.
-            history_tokens=session.prefix_tokens if self._is_cut else self._known_tokens,
+            requested_prompt_tokens=self._request_tokens,
+            added_tokens=lengths.prompt_tokens,
+            requested_output_tokens=lengths.output_tokens,
+            # The server has seen the whole last request and its answer before. If the history was
+            # truncated at its start, only the system prompt is the same.
+            history_tokens=session.prefix_tokens if self._is_truncated else self._cached_tokens,
         )
         return [*self._system, *history, self._prompt], record
 
     def end(self, record: RequestRecord, answer: str) -> None:
-        """An answer joins the history, with the server's counts where it gave them.
+        """Add an answer to the history, with the server's token counts if it gave any.
 
-        What the server counted more than was asked are the marks of the chat template, and answers
-        that became other tokens when they were sent back.
+        If the server counts more prompt tokens than were requested, the surplus comes from the chat
+        template (first turn), or from an answer whose text is tokenized in another way when it is
+        sent back (later turns). Later prompts are corrected by it.
         """
-        output = record.output_tokens or record.requested_output_tokens or 0
-        surplus = (record.prompt_tokens or self._tokens) - self._tokens
-        if self._past:
-            last = self._past[-1]
-            self._past[-1] = last._replace(tokens=max(0, last.tokens + surplus))
+        output_tokens = record.output_tokens or record.requested_output_tokens or 0
+        surplus = (record.prompt_tokens or self._request_tokens) - self._request_tokens
+        if self._history:
+            last = self._history[-1]
+            self._history[-1] = last._replace(tokens=max(0, last.tokens + surplus))
             self._growth = max(0.0, self._growth + surplus / max(last.output_tokens, 1))
         else:
-            self._marks += surplus
-        said: Message = {"role": "assistant", "content": answer}
-        tokens = self._added + round(self._growth * output)
-        self._past.append(_Exchange((self._prompt, said), tokens, output))
-        self._known_tokens = (record.prompt_tokens or record.requested_prompt_tokens or 0) + output
-        self._is_cut = False
+            self._template_tokens += surplus
+        reply: Message = {"role": "assistant", "content": answer}
+        tokens = self._prompt_tokens + round(self._growth * output_tokens)
+        self._history.append(_Exchange((self._prompt, reply), tokens, output_tokens))
+        prompt_tokens = record.prompt_tokens or record.requested_prompt_tokens or 0
+        self._cached_tokens = prompt_tokens + output_tokens
+        self._is_truncated = False
 
     def missing(
         self, turn: int, scheduled_seconds: float, indices: Iterator[int]
     ) -> list[RequestRecord]:
-        """Records of the turns from `turn` on, which never came since an answer failed: each is a
-        failure, due at the earliest moment at which it could have been.
+        """Return the records of the turns from `turn` on, which are never sent because an answer
+        failed. Each counts as a failure, scheduled at the earliest time at which it could be due.
+
+        `scheduled_seconds`: when the failed answer ended.
         """
         records: list[RequestRecord] = []
         for number in range(turn, len(self._session.turns)):
@@ -117,7 +129,8 @@ class Conversation:
         return records
 
     @property
-    def _tokens(self) -> int:
-        """Of the request, as far as they are counted."""
-        past = sum(one.tokens for one in self._past)
-        return self._session.prefix_tokens + self._marks + past + self._added
+    def _request_tokens(self) -> int:
+        """Tokens of the current request, as far as the server's counts tell them."""
+        history_tokens = sum(exchange.tokens for exchange in self._history)
+        fixed_tokens = self._session.prefix_tokens + self._template_tokens
+        return fixed_tokens + history_tokens + self._prompt_tokens

@@ -1,12 +1,14 @@
-"""A level at work: every request leaves when it is due.
+"""Sending the requests of a level, each at its scheduled time.
 
-Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
-Closed loop: one greenlet a user sends one request after the other.
-Conversations: sessions begin at their times whatever comes back (open loop). A turn is due the
-think time after the end of the answer before it. Where an answer fails the session ends, and the
-turns that never came are failures.
-Load goes on after the window where the plan says so, that the last requests of the window do not
-finish in a server that empties: these requests do not count, and are ended once those that do have.
+Open loop: one greenlet sends each request when it is due, whether or not earlier ones have ended.
+Closed loop: one greenlet per user sends one request after the other.
+Conversations: in an open loop, sessions begin at scheduled times, whether or not earlier ones have
+ended. A turn is due its think time after the end of the answer before it. If an answer fails, the
+session ends, and the turns that are left count as failures.
+
+A plan can ask for load after the window (`follow_seconds`), so that the last requests of the window
+do not finish on a server that is running empty. The requests of that time do not count, and are
+ended when all requests that count have ended.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from crossover.loadtests.load_generator.sse_timestamps import GaveUp, stream
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.conversations import Session
 
-END_SECONDS = 10.0  # that requests may take to end once they are given up
+END_SECONDS = 10.0  # maximum time that requests take to end after they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
 class Dispatcher:
-    """One level. `tell` takes each record.
+    """Runs one level and calls `report` with the record of each request.
 
-    Requests are made when it is, so that `run` only sends. Raises LoadError.
+    The requests are made here, so that `run` only has to send them. Raises LoadError.
     """
 
-    def __init__(self, plan: LoadPlan, tell: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, plan: LoadPlan, report: Callable[[RequestRecord], None]) -> None:
         self.plan = plan
-        self._tell = tell
+        self._report = report
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
         self._factory = factory = RequestFactory(plan, facts, self._pool)
@@ -52,36 +54,38 @@ class Dispatcher:
         self._scheduled: list[Request] = []
         if plan.has_sessions:
             self._sessions = factory.conversations()
-            self._talks = iter(self._sessions)  # of a closed loop
+            self._next_sessions = iter(self._sessions)  # of a closed loop
         elif plan.concurrency is None:
             self._scheduled = factory.scheduled()
-        self._in_turn = factory.endless()  # of a closed loop
+        self._next_requests = factory.endless()  # of a closed loop
         if plan.concurrency is not None and plan.requests is not None and not plan.has_sessions:
-            self._in_turn = iter(list(islice(self._in_turn, plan.requests)))
+            self._next_requests = iter(list(islice(self._next_requests, plan.requests)))
         self._indices = count()  # of the turns of conversations
         self._account = Ended()
-        self._origin = 0.0  # t0 of the level, on `clock`
+        self._origin = 0.0  # start of the level, on `clock`
         self._over = gevent.event.Event()  # nothing more is sent
-        self._idle = gevent.event.Event()  # no counted request is on its way
+        self._idle = gevent.event.Event()  # no request that counts is in flight
         self._idle.set()
-        self._running: set[Any] = set()  # greenlets with a request on its way
-        self._counted = 0  # requests on their way that were due before the end
+        self._running: set[Any] = set()  # greenlets with a request in flight
+        self._counted_in_flight = 0  # requests in flight that count: due before the window's end
         self._alarm = Alarm()
 
     def run(self, origin: float) -> Ended:
-        """Send all that is due from `origin` on `clock`, wait for the last answer; the account."""
+        """Send each request at its scheduled time after `origin` (on `clock`), and wait for the
+        last answer. Return the account of the level."""
+        # A garbage collection would delay requests by milliseconds.
         gc.collect()
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
         self._origin = origin
         plan, end = self.plan, origin + self.plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
-        use = self._talk_in_turn if plan.has_sessions else self._use
-        users = [gevent.spawn(use) for _ in range(plan.concurrency or 0)]
+        run_user = self._run_chat_user if plan.has_sessions else self._run_user
+        users = [gevent.spawn(run_user) for _ in range(plan.concurrency or 0)]
         if plan.concurrency is None:
-            users += [gevent.spawn(self._converse, *one) for one in self._sessions]
+            users += [gevent.spawn(self._run_session, *session) for session in self._sessions]
         try:
-            counted = [one for one in self._scheduled if self._counts(one.record)]
+            counted = [request for request in self._scheduled if self._counts(request.record)]
             self._dispatch(counted)
             if plan.requests is not None:
                 gevent.joinall(users, timeout=max(0.0, end - clock()))
@@ -105,144 +109,162 @@ class Dispatcher:
         return account
 
     def send_no_more(self) -> None:
-        """Answers that are on their way are waited for."""
+        """Stop sending. `run` still waits for the answers of requests in flight."""
         self._over.set()
         if self._alarm.fd >= 0:
             self._alarm.set(clock())
 
     def _counts(self, record: RequestRecord) -> bool:
+        """Whether a request is due before the end of the window."""
         return record.scheduled_seconds < self.plan.duration_seconds
 
     def _dispatch(self, requests: Sequence[Request]) -> None:
-        """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""
+        """Send each request at its scheduled time, by a kernel timer: gevent's own timers are up to
+        1 ms late."""
         hub = gevent.get_hub()
-        ladder_model = hub.loop.io(self._alarm.fd, 1)
+        alarm_watcher = hub.loop.io(self._alarm.fd, 1)
         try:
             for position, (wire, record) in enumerate(requests):
-                moment = self._origin + record.scheduled_seconds
-                if moment > clock():
-                    self._alarm.set(moment)
-                    hub.wait(ladder_model)
+                scheduled = self._origin + record.scheduled_seconds
+                if scheduled > clock():
+                    self._alarm.set(scheduled)
+                    hub.wait(alarm_watcher)
                 elif position % YIELD_EVERY == 0:
                     gevent.sleep(0)
                 if self._over.is_set():
                     return
                 gevent.spawn(self._send, wire, record)
         finally:
-            ladder_model.close()
-            gevent.sleep(0)  # requests that were due last begin
+            alarm_watcher.close()
+            gevent.sleep(0)  # lets the last requests begin
 
-    def _use(self) -> None:
-        """One user of a closed loop."""
+    def _run_user(self) -> None:
+        """Send one request after the other, as one user of a closed loop."""
         gevent.sleep(max(0.0, self._origin - clock()))
-        for wire, record in self._in_turn:
-            asked = msgspec.structs.replace(record, scheduled_seconds=clock() - self._origin)
-            if self._over.is_set() or not self._counts(asked):
+        for wire, unscheduled in self._next_requests:
+            due_now = clock() - self._origin
+            record = msgspec.structs.replace(unscheduled, scheduled_seconds=due_now)
+            if self._over.is_set() or not self._counts(record):
                 return
-            self._send(wire, asked)
+            self._send(wire, record)
 
-    def _talk_in_turn(self) -> None:
-        """One user of a closed loop who has one conversation after the other, without thinking."""
+    def _run_chat_user(self) -> None:
+        """Have one conversation after the other, without think times, as one user of a closed
+        loop."""
         gevent.sleep(max(0.0, self._origin - clock()))
-        for _, talk, session in self._talks:
-            for number, turn in enumerate(session.turns):
+        for _, conversation, session in self._next_sessions:
+            for turn in range(len(session.turns)):
                 due = clock() - self._origin
                 if self._over.is_set() or due >= self.plan.duration_seconds:
                     return
                 index = next(self._indices)
                 if self.plan.requests is not None and index >= self.plan.requests:
                     return
-                messages, asked = talk.begin(number, due, index)
-                watch = ReasoningWatch(keeps_text=True)
-                wire = self._factory.turn_bytes(messages, turn.output_tokens)
-                record = self._send(wire, asked, watch)
+                record = self._send_turn(conversation, session, turn, due, index)
                 if record.error is not None:
-                    self._end_session(talk, number + 1, record.ended_seconds or due)
+                    self._end_session(conversation, turn + 1, record.ended_seconds or due)
                     break
-                talk.end(record, "".join(watch.texts or ()))
 
-    def _end_session(self, talk: Conversation, turn: int, ended_seconds: float) -> None:
-        """The turns from `turn` on never come since an answer failed: each is a failure."""
-        for missing in talk.missing(turn, ended_seconds, self._indices):
+    def _send_turn(
+        self, conversation: Conversation, session: Session, turn: int, due: float, index: int
+    ) -> RequestRecord:
+        """Send one turn and, if it is answered, add the answer to the conversation."""
+        messages, unsent_record = conversation.begin(turn, due, index)
+        watch = ReasoningWatch(keeps_text=True)
+        wire = self._factory.turn_bytes(messages, session.turns[turn].output_tokens)
+        record = self._send(wire, unsent_record, watch)
+        if record.error is None:
+            conversation.end(record, "".join(watch.texts or ()))
+        return record
+
+    def _end_session(self, conversation: Conversation, turn: int, ended_seconds: float) -> None:
+        """Record the turns from `turn` on as failures: they are not sent, as an answer failed."""
+        for record in conversation.missing(turn, ended_seconds, self._indices):
             self._account.due += 1
             self._account.recorded += 1
-            self._tell(missing)
+            self._report(record)
 
-    def _converse(self, begin_seconds: float, talk: Conversation, session: Session) -> None:
-        """One session, from its first turn to its last, or to an answer that failed."""
+    def _run_session(
+        self, begin_seconds: float, conversation: Conversation, session: Session
+    ) -> None:
+        """Run one session of an open loop from its first turn to its last, or to an answer that
+        failed."""
         due = begin_seconds
-        for number, turn in enumerate(session.turns):
+        for turn in range(len(session.turns)):
             counts = due < self.plan.duration_seconds
-            self._expect(counts)  # it is waited for, though its user still thinks
+            # A turn that counts is in flight from here on, although its user still thinks.
+            self._add_in_flight(counts)
             try:
                 gevent.sleep(max(0.0, self._origin + due - clock()))
                 if self._over.is_set() and not counts:
                     return
-                messages, asked = talk.begin(number, due, next(self._indices))
-                watch = ReasoningWatch(keeps_text=True)
-                wire = self._factory.turn_bytes(messages, turn.output_tokens)
-                record = self._send(wire, asked, watch)
+                index = next(self._indices)
+                record = self._send_turn(conversation, session, turn, due, index)
             finally:
-                self._expect(-counts)
+                self._add_in_flight(-counts)
             ended = record.ended_seconds or due
             if record.error is not None:
-                return self._end_session(talk, number + 1, ended)
-            talk.end(record, "".join(watch.texts or ()))
-            if number + 1 < len(session.turns):
-                due = ended + session.turns[number + 1].think_seconds
+                return self._end_session(conversation, turn + 1, ended)
+            if turn + 1 < len(session.turns):
+                due = ended + session.turns[turn + 1].think_seconds
 
-    def _expect(self, requests: int) -> None:
-        """So many counted requests more, or fewer, are on their way or about to be."""
-        self._counted += requests
-        if self._counted:
+    def _add_in_flight(self, requests: int) -> None:
+        """Change the number of requests in flight that count."""
+        self._counted_in_flight += requests
+        if self._counted_in_flight:
             self._idle.clear()
         else:
             self._idle.set()
 
     def _send(
-        self, wire: bytes, asked: RequestRecord, watch: ReasoningWatch | None = None
+        self, wire: bytes, unsent_record: RequestRecord, watch: ReasoningWatch | None = None
     ) -> RequestRecord:
-        """One request from now to its end. `asked`: its record, with its due time."""
-        me, counts = gevent.getcurrent(), self._counts(asked)
-        self._running.add(me)
+        """Send a request now, read its answer and report its record.
+
+        `unsent_record`: the record with the fields known before sending, such as the scheduled
+        time. `watch`: keeps the text of the answer.
+        """
+        greenlet, counts = gevent.getcurrent(), self._counts(unsent_record)
+        self._running.add(greenlet)
         self._account.due += 1
         if counts:
-            self._counted += 1
+            self._counted_in_flight += 1
             self._idle.clear()
-        seconds = self.plan.target.timeout_seconds
-        record = stream(self._pool, wire, asked, self._origin, seconds, watch)
-        self._running.discard(me)
-        self._counted -= counts
+        timeout_seconds = self.plan.target.timeout_seconds
+        record = stream(self._pool, wire, unsent_record, self._origin, timeout_seconds, watch)
+        self._running.discard(greenlet)
+        self._counted_in_flight -= counts
         self._account.recorded += 1
-        self._tell(record)
-        if not self._counted:
+        self._report(record)
+        if not self._counted_in_flight:
             self._idle.set()
         return record
 
     def _end_following(self) -> None:
-        """Nothing more is sent once every counted request has ended."""
-        until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
-        self._idle.wait(max(0.0, until - clock()))
+        """Stop sending when all requests that count have ended, or after `follow_seconds`."""
+        end = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
+        self._idle.wait(max(0.0, end - clock()))
         self.send_no_more()
 
     def _drain(self, end: float) -> None:
-        """Wait for the answers that count; end what is late or does not count, as a timeout."""
-        patience = self.plan.drain_seconds
-        self._idle.wait(max(0.0, min(patience, end + patience - clock())))
-        late = list(self._running)
-        if late:
-            why = f"not finished {patience:g} s after the last scheduled request"
-            if not self._counted:
-                why = "scheduled after the window; all requests that count have ended"
-            gevent.killall(late, exception=GaveUp(why), block=False)
-            gevent.joinall(late, timeout=END_SECONDS)
+        """Wait for the answers that count. Give up, as timeouts, those that are late and those that
+        do not count. `end`: of the window, on `clock`."""
+        drain_seconds = self.plan.drain_seconds
+        self._idle.wait(max(0.0, min(drain_seconds, end + drain_seconds - clock())))
+        unfinished = list(self._running)
+        if unfinished:
+            reason = f"not finished {drain_seconds:g} s after the last scheduled request"
+            if not self._counted_in_flight:
+                reason = "scheduled after the window; all requests that count have ended"
+            gevent.killall(unfinished, exception=GaveUp(reason), block=False)
+            gevent.joinall(unfinished, timeout=END_SECONDS)
 
 
 def _busy_seconds() -> float:
-    """How long this thread has run, or had no core to run on (man 5 proc, schedstat)."""
+    """Return how long this thread has run or waited for a core (man 5 proc, schedstat)."""
     try:
         with open("/proc/thread-self/schedstat") as file:
-            ran, waited, _ = file.read().split()
+            run_nanoseconds, wait_nanoseconds, _ = file.read().split()
     except OSError:
         return time.process_time()
-    return (int(ran) + int(waited)) / 1e9
+    return (int(run_nanoseconds) + int(wait_nanoseconds)) / 1e9

@@ -1,8 +1,8 @@
-"""One level of load, as a runner asks for it, and what a load generator tells of it.
+"""One level of load as the runner plans it, and the messages with which a load generator reports.
 
     LoadPlan(target=Target(url=url), rate=2.0, window_seconds=60.0)              # open loop
     LoadPlan(target=Target(url=url), concurrency=1, requests=20)                 # single stream
-    LoadPlan(target=Target(url=url), asks=asks, due=(0.0, 0.0))                  # these, at once
+    LoadPlan(target=Target(url=url), asks=specs, due=(0.0, 0.0))                 # a burst
 
 All times are seconds since the level's start, on one CLOCK_MONOTONIC for all processes.
 """
@@ -19,22 +19,21 @@ from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Request
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One level: exactly one of `rate` (open loop), `concurrency` (closed loop), `asks` (given)."""
+    """One level: exactly one of `rate` (open loop), `concurrency` (closed loop) and `asks` (given
+    requests, such as a burst) is set."""
 
     target: Target
     workload: Workload = DEFAULT_WORKLOAD
     arrivals: Arrivals = Poisson()
-    rate: float | None = None  # requests/s or sessions/s, begun whatever comes back
+    rate: float | None = None  # offered rate, requests/s or sessions/s
     concurrency: int | None = None  # users that each send one request after the other
-    requests: int | None = None  # of a closed loop: it ends after so many; None: by time alone
-    asks: tuple[RequestSpec, ...] | None = (
-        None  # these requests, with their lengths, in place of drawn
-    )
-    due: tuple[float, ...] = ()  # when each of `asks` is due, ascending
+    requests: int | None = None  # a closed loop ends after this many; None: it ends by time alone
+    asks: tuple[RequestSpec, ...] | None = None  # the requests to send; None: they are drawn
+    due: tuple[float, ...] = ()  # scheduled time of each of `asks`, ascending
     warmup_seconds: float = 0.0
     window_seconds: float = 30.0
-    drain_seconds: float = 60.0  # how long requests may go on after the last one was due
-    follow_seconds: float = 0.0  # open loop: how long others may come after it, uncounted
+    drain_seconds: float = 60.0  # maximum wait for answers after the last scheduled request
+    follow_seconds: float = 0.0  # open loop: maximum time of load after the window, uncounted
     seed: int = 1
     cell: str = "load"
     level: str = "load"
@@ -42,17 +41,18 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def duration_seconds(self) -> float:
-        """How long requests become due, those of `follow_seconds` left out."""
+        """Seconds from the start of the level to the end of its window."""
         return self.warmup_seconds + self.window_seconds
 
     @property
     def has_sessions(self) -> bool:
-        """Whether the requests are turns of conversations, of which `rate` then begin. Raises
+        """Whether the requests are turns of conversations; `rate` then counts sessions. Raises
         WorkloadError."""
         return self.asks is None and self.workload.has_sessions
 
     @property
     def load_in_words(self) -> str:
+        """The load as a phrase, such as `2 requests/s`."""
         if self.asks is not None:
             return f"{len(self.asks)} requests at once"
         if self.has_sessions and self.rate is not None:
@@ -61,7 +61,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """All requests are made; the clock of the level starts at this moment."""
+    """All requests are made, and the clock of the level starts at this moment."""
 
     unix_seconds: float
 
@@ -73,19 +73,20 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
 
 
 class Ended(msgspec.Struct, kw_only=True, tag="ended"):
-    """The account of a level, after its last record."""
+    """The account of a level, sent after its last record."""
 
-    due: int = 0  # requests whose time came
+    due: int = 0  # requests that became due
     recorded: int = 0
-    cpu_seconds: float = 0.0
-    busy_share: float | None = None  # of the time: at work, or ready and without a core
+    cpu_seconds: float = 0.0  # of the load generator
+    # Share of the time in which the load generator ran or waited for a core.
+    busy_share: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The level cannot be run."""
+    """The level could not be run."""
 
     problem: str
 
 
-WireMessage = Started | Recorded | Ended | Failed  # what a plan is answered with, over the pipe
-GeneratorEvent = Started | RequestRecord | Ended | None  # to the runner; None: a moment has passed
+WireMessage = Started | Recorded | Ended | Failed  # over the pipe, in answer to a plan
+GeneratorEvent = Started | RequestRecord | Ended | None  # for the runner; None: a regular tick

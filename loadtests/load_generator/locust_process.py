@@ -1,11 +1,11 @@
-"""A load generator: a child process with Locust in it, and the runner's end of its pipe.
+"""A load generator: a child process that runs Locust, and the runner's end of the pipe to it.
 
     with LoadGenerator(log=path, cores=layout.client) as generator:
-        for told in generator.run(plan):         # Started, RequestRecords, None ..., Ended
+        for event in generator.run(plan):         # Started, RequestRecords, None ..., Ended
             ...
 
-It stays for one level after the other. A plan goes over the pipe as a line of JSON; Started,
-Recorded and Ended, or Failed, come back, a line each. Where the pipe is closed it quits.
+The process runs one level after the other. A plan goes over the pipe as a line of JSON. Started,
+Recorded and Ended, or Failed, come back, one line each. The process quits when the pipe is closed.
 """
 
 from __future__ import annotations
@@ -34,68 +34,73 @@ from crossover.loadtests.load_generator.level_messages import (
 from crossover.models.child_process import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
-PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
-# Locust takes modules and a locust.conf from the folder it starts in: it starts in ours, and goes
-# to this one once it has read its options.
+PIPE_VARIABLE = "CROSSOVER_PIPE"  # holds the number of the pipe's file descriptor
+# Locust imports modules and reads a locust.conf from the folder it starts in. So it starts in the
+# package's folder, and changes to the folder in this variable after it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 _READ_BYTES = 1 << 18
 _decode = msgspec.json.Decoder(WireMessage).decode
 
 
 class LoadGenerator:
-    """Starts at once, and imports Locust while its parent goes on."""
+    """The process starts at once and imports Locust in the background.
+
+    `log`: file for its output. `cores`: the CPU cores that it may use; (): all.
+    """
 
     def __init__(self, *, log: Path | None = None, cores: tuple[int, ...] = ()) -> None:
         self._log, self._cores = log, cores
-        self._is_running = False  # a level
+        self._is_running = False  # whether a level is running
         self._start()
 
     @property
     def pid(self) -> int:
-        """Of its process, for the sampler."""
+        """Process ID, for the resource sampler."""
         return self._child.pid
 
     def run(self, plan: LoadPlan) -> Iterator[GeneratorEvent]:
-        """What it tells of a level as it comes, and None about every TICK_SECONDS.
+        """Run a level. Yield its events as they come, and None about every TICK_SECONDS.
 
-        The last is Ended. Where it is left early, its process is ended, and the next level gets a
-        new one. Raises LevelInterrupted when it fails, loses requests or ends.
+        The last event is Ended. If the caller stops earlier, the process is ended, and the next
+        level gets a new one. Raises LevelInterrupted if the process fails, ends or loses requests.
         """
-        if self._is_running:  # a level that was left in the middle
+        if self._is_running:  # the caller stopped in the middle of a level
             self._end()
         if self._child.poll() is not None:
             self._start()
         self._is_running = True
-        recorded, ticked = 0, time.monotonic()
+        record_count, last_tick = 0, time.monotonic()
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says why
+            # _received then raises the error with its reason.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.sendall(msgspec.json.encode(plan) + b"\n")
             while self._is_running:
-                for wire in self._heard():
-                    match wire:
+                for message in self._received():
+                    match message:
                         case Recorded(record):
-                            recorded += 1
+                            record_count += 1
                             yield record
                         case Failed(problem):
                             raise LevelInterrupted(f"the load generator failed: {problem}")
-                        case Ended():
-                            if not recorded == wire.recorded == wire.due:
+                        case Ended(due=due, recorded=recorded):
+                            if not record_count == recorded == due:
                                 raise LevelInterrupted(
-                                    f"the load generator lost requests: {wire.due} were scheduled, "
-                                    f"{wire.recorded} ended, {recorded} are recorded"
+                                    f"the load generator lost requests: {due} were scheduled, "
+                                    f"{recorded} ended, {record_count} are recorded"
                                 )
                             self._is_running = False
-                            yield wire
+                            yield message
                         case _:
-                            yield wire
-                if time.monotonic() - ticked >= TICK_SECONDS and self._is_running:
-                    ticked = time.monotonic()
+                            yield message
+                if time.monotonic() - last_tick >= TICK_SECONDS and self._is_running:
+                    last_tick = time.monotonic()
                     yield None
         finally:
             if self._is_running:
                 self._end()
 
     def _start(self) -> None:
+        """Start the process, with one end of a new pipe."""
         command = [
             sys.executable,
             "-m",
@@ -103,25 +108,26 @@ class LoadGenerator:
             "-f",
             f"{PACKAGE_ROOT}/crossover/loadtests/locustfile.py",
         ]
-        self._pipe, its = socket.socketpair()
+        self._pipe, child_pipe = socket.socketpair()
         self._unread = b""
-        with its:
+        with child_pipe:
             self._child = Child(
                 [*command, "--headless", "--only-summary", "--loglevel", "WARNING"],
                 environment={
                     FOLDER_VARIABLE: os.getcwd(),
-                    PIPE_VARIABLE: str(its.fileno()),
+                    PIPE_VARIABLE: str(child_pipe.fileno()),
                     "OPENBLAS_NUM_THREADS": "1",
                 },
                 log=self._log,
                 cores=self._cores,
                 urgent=True,
                 cwd=PACKAGE_ROOT,
-                pass_fds=(its.fileno(),),
+                pass_fds=(child_pipe.fileno(),),
             )
 
-    def _heard(self) -> list[WireMessage]:
-        """What came within a tick. Raises LevelInterrupted where the process has ended."""
+    def _received(self) -> list[WireMessage]:
+        """Return the messages that came within a tick. Raises LevelInterrupted if the process has
+        ended."""
         if not select.select([self._pipe], [], [], TICK_SECONDS)[0]:
             return []
         try:
@@ -136,7 +142,7 @@ class LoadGenerator:
         return [_decode(line) for line in lines]
 
     def _end(self, timeout_seconds: float = 0.0) -> None:
-        """The process; within `timeout_seconds` it may quit by itself."""
+        """End the process. It has `timeout_seconds` to quit by itself."""
         self._pipe.close()
         self._child.wait(timeout_seconds)
         self._child.stop(timeout_seconds)

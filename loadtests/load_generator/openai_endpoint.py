@@ -1,12 +1,12 @@
-"""The endpoint under load and what it can do, asked once before anything is measured.
+"""The endpoint under load, and a probe of what it supports before anything is measured.
 
     target = Target(url="http://127.0.0.1:8000")
     facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos ...
 
-OpenAI-compatible endpoints differ in the fields they accept. All are tried; what an endpoint
-refuses is left out of all requests or written in another way, and `notes` say so. A model that is
-named is asked for, whatever the endpoint lists. What a tiny request could not show (no text within
-eight tokens) is a note: only the load can tell whether it is a fault.
+OpenAI-compatible endpoints differ in the fields that they accept. The probe tries all fields that
+Crossover uses; those that the endpoint refuses are left out of all requests or replaced, and
+`notes` say so. A model that the target names is used, even if the endpoint does not list it. What
+a tiny request cannot show, such as text within eight tokens, is only a note.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from crossover.models.identify_model import name_of
 from crossover.serving.option_help import Positive, option
 from crossover.serving.workload.exact_prompts import WORDS
 
-PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
-PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
-MAX_PROBES = 16  # requests that may be refused before the endpoint is said to refuse
+PROBE_TOKENS = (8, 64)  # output tokens; the second number if the endpoint refuses the first
+PROBE_WORDS = (4, 64)  # of two prompts, whose token counts give the tokens per word and the rest
+MAX_PROBES = 16  # forms of a request that are tried
 MODELS = "/v1/models"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
-REFUSALS = (400, 404, 415, 422, 501)  # that may be about a field
-BUSY = (429, 503)  # an endpoint that is loading its model, or that has others to serve
-BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before it is asked again
+REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
+BUSY = (429, 503)  # the endpoint is loading its model or serving others
+BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is tried again
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -91,8 +91,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def check_target(target: Target) -> None:
-    """Raises TargetUnusable for a URL that is none or holds a password, and for bytes of a command
-    line that no JSON can carry.
+    """Raise TargetUnusable if the URL is not valid or contains a password, or if a field has bytes
+    that are not UTF-8, which the run folder could not record.
     """
     for name in Target.__struct_fields__:
         try:
@@ -106,23 +106,23 @@ def check_target(target: Target) -> None:
 
 
 class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an endpoint said of itself when it was probed."""
+    """What an endpoint supports, as its probe showed."""
 
     model: str
-    usage: bool  # token counts at the end of a stream are given where they are asked for
-    continuous_usage: bool  # token counts beside every chunk
-    ignore_eos: bool  # outputs of the asked length
+    usage: bool  # token counts at the end of a stream
+    continuous_usage: bool  # token counts in every chunk
+    ignore_eos: bool  # answers have the requested length
     length_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    is_greedy: bool = True  # temperature 0; else the endpoint's own, where it takes no other
+    is_greedy: bool = True  # requests set temperature 0; False: the endpoint refuses that
     backend: str | None = None  # X-Crossover-Backend
-    word_tokens: float = 1.0  # of a word of our prompts
-    fixed_tokens: float = 0.0  # of every prompt: BOS, chat template
+    word_tokens: float = 1.0  # tokens per word of the generated prompts
+    fixed_tokens: float = 0.0  # tokens added to every prompt: BOS, chat template
     notes: list[str] = []
     api: Literal["completions", "chat"] = "completions"  # the route
 
 
 def route_words(facts: TargetFacts) -> str:
-    """By which route requests go and how answers end, where that is not the usual way; ""."""
+    """Return the route of requests and how answers end, as a phrase; "" if both are the default."""
     parts = []
     if facts.api == "chat":
         parts.append("requests go through the model's chat template (/v1/chat/completions)")
@@ -136,7 +136,8 @@ def route_words(facts: TargetFacts) -> str:
 
 
 def pool_for(target: Target) -> Pool:
-    """Connections to the target. Raises TargetUnusable where its key is not set."""
+    """Return a connection pool for the target. Raises TargetUnusable if the environment variable of
+    its API key is not set."""
     key = None
     if target.api_key_env is not None and not (key := os.environ.get(target.api_key_env)):
         raise TargetUnusable(
@@ -156,7 +157,8 @@ def request_bytes(
     prompt: str | list[Message],
     output_tokens: int,
 ) -> bytes:
-    """A request for `output_tokens` greedy tokens. A list of messages is sent as a chat."""
+    """Return a request for `output_tokens` tokens with greedy decoding, if the endpoint supports
+    that. A list of messages is sent to the chat route."""
     body: dict[str, Any] = {
         "model": facts.model,
         "stream": True,
@@ -166,8 +168,8 @@ def request_bytes(
         body["temperature"] = 0
     is_chat = target.api == "chat" or not isinstance(prompt, str)
     if is_chat:
-        alone = [{"role": "user", "content": prompt}]
-        body["messages"] = alone if isinstance(prompt, str) else prompt
+        user_message = {"role": "user", "content": prompt}
+        body["messages"] = [user_message] if isinstance(prompt, str) else prompt
     else:
         body["prompt"] = prompt
     if facts.usage:
@@ -186,100 +188,113 @@ def _route(api: str) -> str:
 
 
 def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
-    """Ask the endpoint what it can, by a handful of tiny requests. Raises TargetUnusable."""
+    """Find out what the endpoint supports, with a few tiny requests. Raises TargetUnusable, and
+    EndpointRefuses if it refuses every form of the request."""
     if pool is None:
         with pool_for(target) as pool:
             return probe(target, pool)
     facts = TargetFacts(_model_of(target, pool), True, True, target.ignore_eos, api=target.api)
-    first = _Way(facts)
-    way, by_words, tried = first, first, [first]
+    form = _RequestForm(facts)
+    # The last form that followed from an error message: other fields are left out starting from it.
+    base_form = form
+    tried_forms = [form]
     while True:
         records: list[RequestRecord] = []
         for words in PROBE_WORDS:
             if all(_is_answered(record) for record in records):
-                records.append(_asked(target, pool, way, words))
+                records.append(_probe_record(target, pool, form, words))
         record = records[-1]
         if _is_answered(record):
-            return _seen(way, *records, may_end=not target.ignore_eos)
-        named = [one for one in _ways_by_words(way, record.error_message) if one not in tried]
-        others = [one for one in _other_ways(by_words) if one not in tried]
-        # A server may also refuse a field by a 500, or by an error in its stream. Only a field that
-        # its words name is left out then.
-        following = [*named, *(others if record.status in REFUSALS else ())]
-        if record.status in (None, 401, 403, *BUSY) or not following or len(tried) == MAX_PROBES:
-            raise _refusal(target, pool, way.facts.model, record)
-        way = following[0]
-        by_words = way if named else by_words
-        tried.append(way)
+            return _facts_of(form, *records, may_end=not target.ignore_eos)
+        by_message = [
+            other
+            for other in _forms_by_message(form, record.error_message)
+            if other not in tried_forms
+        ]
+        next_forms = list(by_message)
+        # A server may also refuse a field with a 500 or an error in its stream. Only fields that
+        # the message names are left out then.
+        if record.status in REFUSALS:
+            next_forms += [other for other in _other_forms(base_form) if other not in tried_forms]
+        is_final = record.status in (None, 401, 403, *BUSY)
+        if is_final or not next_forms or len(tried_forms) == MAX_PROBES:
+            raise _refusal(target, pool, form.facts.model, record)
+        form = next_forms[0]
+        base_form = form if by_message else base_form
+        tried_forms.append(form)
 
 
 def _model_of(target: Target, pool: Pool) -> str:
-    """The name of the model there. One that is named by its file, folder or alias is called as
-    `crossover serve` calls it, where the endpoint lists that name and not the other."""
+    """Return the model name for requests. If the target names a file, folder or alias, it is the
+    name that `crossover serve` gives that model, provided that the endpoint lists only that
+    name."""
     if target.model is None:
         return _first_model(target, pool)
-    short = name_of(target.model)
-    if short != target.model:
+    served_name = name_of(target.model)
+    if served_name != target.model:
         with contextlib.suppress(TargetUnusable):
-            listed = _models(target, pool)
-            if short in listed and target.model not in listed:
-                return short
+            listed_names = _models(target, pool)
+            if served_name in listed_names and target.model not in listed_names:
+                return served_name
     return target.model
 
 
 def _is_answered(record: RequestRecord) -> bool:
-    """Whether a request was answered, if only by tokens that nobody sees."""
+    """Whether a request was answered, even if its tokens show no text."""
     return record.error in (None, "empty")
 
 
-class _Way(msgspec.Struct, frozen=True):
-    """A way to ask: with these fields, for so many tokens."""
+class _RequestForm(msgspec.Struct, frozen=True):
+    """A form of the probe's request: the fields that it has, and its output tokens."""
 
     facts: TargetFacts
     tokens: int = PROBE_TOKENS[0]
 
-    def but(self, **changes: Any) -> _Way:
-        return _Way(msgspec.structs.replace(self.facts, **changes), self.tokens)
+    def but(self, **changes: Any) -> _RequestForm:
+        """Return the form with changed facts."""
+        return _RequestForm(msgspec.structs.replace(self.facts, **changes), self.tokens)
 
 
-def _ways_by_words(way: _Way, words: str | None) -> Iterator[_Way]:
-    """Without what the words of a refusal name."""
-    words = words or ""
-    if "continuous_usage" in words:
-        yield way.but(continuous_usage=False)
-    if "stream_options" in words or "include_usage" in words:
-        yield from (way.but(continuous_usage=False), way.but(continuous_usage=False, usage=False))
-    if "ignore_eos" in words:
-        yield way.but(ignore_eos=False)
-    if re.search(r"max_(completion_|output_|new_)?tokens", words):
-        other = way.but(length_key="max_completion_tokens")
-        first = way.but(length_key="max_tokens")
-        yield other
-        yield from (_Way(one.facts, PROBE_TOKENS[1]) for one in (first, other))
-    if "temperature" in words:
-        yield way.but(is_greedy=False)
+def _forms_by_message(form: _RequestForm, message: str | None) -> Iterator[_RequestForm]:
+    """Yield forms without the fields that an error message names."""
+    message = message or ""
+    if "continuous_usage" in message:
+        yield form.but(continuous_usage=False)
+    if "stream_options" in message or "include_usage" in message:
+        yield form.but(continuous_usage=False)
+        yield form.but(continuous_usage=False, usage=False)
+    if "ignore_eos" in message:
+        yield form.but(ignore_eos=False)
+    if re.search(r"max_(completion_|output_|new_)?tokens", message):
+        with_completion_key = form.but(length_key="max_completion_tokens")
+        with_usual_key = form.but(length_key="max_tokens")
+        yield with_completion_key
+        yield _RequestForm(with_usual_key.facts, PROBE_TOKENS[1])
+        yield _RequestForm(with_completion_key.facts, PROBE_TOKENS[1])
+    if "temperature" in message:
+        yield form.but(is_greedy=False)
 
 
-def _other_ways(way: _Way) -> Iterator[_Way]:
-    """Without one field after the other, where no words name one: the most wanted are left out
-    last.
-    """
+def _other_forms(form: _RequestForm) -> Iterator[_RequestForm]:
+    """Yield forms that leave out one field after the other, for error messages that name none. The
+    fields that the measurement needs most are left out last."""
     no_counts: dict[str, Any] = {"continuous_usage": False}
     other_key: dict[str, Any] = {"length_key": "max_completion_tokens"}
     sampled: dict[str, Any] = {"is_greedy": False}
     bare: dict[str, Any] = {"continuous_usage": False, "usage": False, "ignore_eos": False}
-    yield from (way.but(**no_counts), way.but(**no_counts, ignore_eos=False))
-    yield way.but(**no_counts, usage=False)
+    yield form.but(**no_counts)
+    yield form.but(**no_counts, ignore_eos=False)
+    yield form.but(**no_counts, usage=False)
     for base in ({}, bare):
-        yield from (
-            way.but(**base, **more) for more in ({}, other_key, sampled, other_key | sampled)
-        )
-    for more in ({}, other_key | sampled):
-        yield _Way(way.but(**bare, **more).facts, PROBE_TOKENS[1])
+        for changes in ({}, other_key, sampled, other_key | sampled):
+            yield form.but(**base, **changes)
+    for changes in ({}, other_key | sampled):
+        yield _RequestForm(form.but(**bare, **changes).facts, PROBE_TOKENS[1])
 
 
 def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> TargetUnusable:
-    """Why the endpoint cannot be measured, with its words and what it lists."""
+    """Return the error for an endpoint that cannot be measured, with its own message and the models
+    that it lists."""
     if record.status is None:
         return TargetUnusable(f"{pool.host} cannot be reached: {record.error_message}")
     is_refused = 400 <= record.status < 500 and record.status not in (408, 425, 429)
@@ -289,46 +304,52 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
         advice += "; the path of a URL is the base of its routes: give another, or none for /v1"
     if is_refused:
         with contextlib.suppress(TargetUnusable):
-            listed = _models(target, pool)
-            if listed and model not in listed:
-                advice += f". It does not list the model {model!r}, but {', '.join(listed)}"
-            elif target.model is None and listed[1:]:
-                advice += f". It also lists {', '.join(listed[1:])}: choose one with `model`"
+            listed_names = _models(target, pool)
+            if listed_names and model not in listed_names:
+                advice += f". It does not list the model {model!r}, but {', '.join(listed_names)}"
+            elif target.model is None and listed_names[1:]:
+                advice += f". It also lists {', '.join(listed_names[1:])}: choose one with `model`"
     return (EndpointRefuses if is_refused else TargetUnusable)(
         f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
         f"{record.error_message or 'no message'}{advice}"
     )
 
 
-def _asked(target: Target, pool: Pool, way: _Way, words: int) -> RequestRecord:
-    wire = request_bytes(pool, target, way.facts, " ".join(WORDS[:words]), way.tokens)
-    asked = RequestRecord(cell="", level="", index=0, scheduled_seconds=0.0)
+def _probe_record(target: Target, pool: Pool, form: _RequestForm, words: int) -> RequestRecord:
+    """Send one request with a prompt of so many words, again while the endpoint is busy, and return
+    its record."""
+    wire = request_bytes(pool, target, form.facts, " ".join(WORDS[:words]), form.tokens)
+    unsent_record = RequestRecord(cell="", level="", index=0, scheduled_seconds=0.0)
     waits = _waits(target)
     while True:
-        record = stream(pool, wire, asked, clock(), timeout_seconds=target.timeout_seconds)
+        record = stream(pool, wire, unsent_record, clock(), timeout_seconds=target.timeout_seconds)
         if record.status not in BUSY or not next(waits, False):
             return record
 
 
 def _waits(target: Target) -> Iterator[bool]:
-    """Wait before an endpoint that is busy is asked again, at most for its `ready_seconds`."""
-    left = target.ready_seconds
+    """Wait once per item before a busy endpoint is tried again, and end before the waits exceed the
+    target's `ready_seconds`."""
+    remaining_seconds = target.ready_seconds
     for seconds in BUSY_SECONDS:
-        left -= seconds
-        if left < 0:
+        remaining_seconds -= seconds
+        if remaining_seconds < 0:
             return
         gevent.sleep(seconds)
         yield True
 
 
-def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool) -> TargetFacts:
-    """The facts corrected by what really came back, with a note for each thing that is missing."""
-    facts, tokens = way.facts, way.tokens
+def _facts_of(
+    form: _RequestForm, short: RequestRecord, long: RequestRecord, *, may_end: bool
+) -> TargetFacts:
+    """Return the facts that the answers to a short and a long prompt show, with a note for each
+    feature that is missing. `may_end`: answers may be shorter than requested."""
+    facts, tokens = form.facts, form.tokens
     has_counts = long.output_tokens is not None
     continuous = facts.continuous_usage and long.first_chunk_tokens is not None
     ignore_eos = facts.ignore_eos and long.output_tokens in (None, tokens)
     notes: list[str] = []
-    word, fixed = 1.0, 0.0
+    word_tokens, fixed_tokens = 1.0, 0.0
     if not has_counts:
         notes.append("streams have no token counts, so output tokens and TPOT are unknown")
     elif not continuous:
@@ -343,10 +364,10 @@ def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool
         notes.append("temperature 0 is refused, so answers are sampled at the endpoint's default")
     if not ignore_eos and not may_end:
         notes.append("ignore_eos is not supported, so answers may be shorter than requested")
-    few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
-    if 0 < few < many:
-        word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
-        fixed = few - PROBE_WORDS[0] * word
+    short_tokens, long_tokens = short.prompt_tokens or 0, long.prompt_tokens or 0
+    if 0 < short_tokens < long_tokens:
+        word_tokens = (long_tokens - short_tokens) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+        fixed_tokens = short_tokens - PROBE_WORDS[0] * word_tokens
     else:
         notes.append("prompts have no token counts, so each word counts as one token")
     return msgspec.structs.replace(
@@ -355,14 +376,14 @@ def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool
         continuous_usage=continuous,
         ignore_eos=ignore_eos,
         backend=long.backend,
-        word_tokens=word,
-        fixed_tokens=fixed,
+        word_tokens=word_tokens,
+        fixed_tokens=fixed_tokens,
         notes=notes,
     )
 
 
 def _first_model(target: Target, pool: Pool) -> str:
-    """The first that the endpoint lists. Raises TargetUnusable."""
+    """Return the first model that the endpoint lists. Raises TargetUnusable if it lists none."""
     if not (models := _models(target, pool)):
         raise TargetUnusable(
             f"{pool.host}{pool.path_of(MODELS)} lists no models. Name one with `model`"
@@ -371,7 +392,7 @@ def _first_model(target: Target, pool: Pool) -> str:
 
 
 def _models(target: Target, pool: Pool) -> list[str]:
-    """Names of models; none: the endpoint does not list them. Raises TargetUnusable."""
+    """Return the names of the endpoint's models; [] if it has no list. Raises TargetUnusable."""
     where = f"{pool.host}{pool.path_of(MODELS)}"
     waits = _waits(target)
     while True:
@@ -383,32 +404,36 @@ def _models(target: Target, pool: Pool) -> list[str]:
         return []
     if not 200 <= status < 300:
         advice = KEY_ADVICE if status in (401, 403) else "; say which model with `model`"
-        moved = [value.decode("latin-1") for name, value in headers if name.lower() == b"location"]
-        words = words_of_body(body) or "".join(f"redirected to {place}" for place in moved[:1])
-        raise TargetUnusable(f"{where} answered {status}: {words or 'no message'}{advice}")
+        locations = [value for name, value in headers if name.lower() == b"location"]
+        message = words_of_body(body)
+        if not message and locations:
+            message = f"redirected to {locations[0].decode('latin-1')}"
+        raise TargetUnusable(f"{where} answered {status}: {message or 'no message'}{advice}")
     try:
-        listed = read_json(body)
-        names = names_of_models(listed)
+        response = read_json(body)
+        names = names_of_models(response)
     except ValueError as problem:
         raise TargetUnusable(
             f"{where} is not what OpenAI's API returns. Name the model with `model`"
         ) from problem
-    if not names and isinstance(listed, dict) and is_error(listed):
-        raise TargetUnusable(f"{where} answered with an error: {words_of(listed)}")
+    if not names and isinstance(response, dict) and is_error(response):
+        raise TargetUnusable(f"{where} answered with an error: {words_of(response)}")
     return names
 
 
-def names_of_models(listed: Any) -> list[str]:
-    """Of a list as OpenAI's API has it, of a bare one, and of Ollama's. Raises ValueError."""
-    if isinstance(listed, dict):
-        listed = listed.get("data") or listed.get("models") or []
-        listed = [listed] if isinstance(listed, dict) else listed
-    if not isinstance(listed, list):
+def names_of_models(response: Any) -> list[str]:
+    """Return the model names in a response: a list as in OpenAI's API or Ollama's, or a bare list.
+    Raises ValueError for anything else."""
+    models = response
+    if isinstance(response, dict):
+        models = response.get("data") or response.get("models") or []
+        models = [models] if isinstance(models, dict) else models
+    if not isinstance(models, list):
         raise ValueError("no list of models")
     names = [
-        next((one[key] for key in ("id", "name", "model") if one.get(key)), None)
-        if isinstance(one, dict)
-        else one
-        for one in listed
+        next((model[key] for key in ("id", "name", "model") if model.get(key)), None)
+        if isinstance(model, dict)
+        else model
+        for model in models
     ]
     return [name for name in names if isinstance(name, str) and name and is_text(name)]

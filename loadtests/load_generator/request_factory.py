@@ -1,6 +1,7 @@
-"""Makes the requests of a level, as bytes ready to send.
+"""Makes the requests of a level, as bytes that are ready to send.
 
-Nothing is made while the clock runs, but for a closed loop that ends by time alone.
+All requests are made before the level starts, except for turns of conversations, which depend on
+earlier answers, and for closed loops that end by time alone.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from crossover.serving.workload.conversations import Session, draw_sessions
 from crossover.serving.workload.exact_prompts import PromptMaker
 from crossover.serving.workload.request_lengths import RequestSpec, draw
 
-MAX_CLOSED_SESSIONS = 1_000  # that the users of a closed loop have in turn
-MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: some 2 GB of text
+MAX_CLOSED_SESSIONS = 1_000  # sessions of a closed loop that ends by time alone
+MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: about 2 GB of text
 
 
 class Request(NamedTuple):
-    """One request, ready to leave: its bytes, and its record as far as it is known."""
+    """One request that is ready to send: its bytes, and its record with the fields known so far."""
 
     wire: bytes
     record: RequestRecord
@@ -40,30 +41,36 @@ class RequestFactory:
         self._maker = PromptMaker(plan.seed, facts.fixed_tokens, facts.word_tokens)
 
     def scheduled(self) -> list[Request]:
-        """All requests of an open level, by due time."""
+        """Return all requests of an open loop in the order of their scheduled times.
+
+        Raises LoadError if their prompts have more than MAX_LEVEL_TOKENS.
+        """
         plan = self._plan
         if plan.asks is not None:
-            asks, due = list(plan.asks), list(plan.due)
+            specs, due = list(plan.asks), list(plan.due)
         else:
             seconds = plan.duration_seconds + plan.follow_seconds
             due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
-            asks = draw(plan.workload, len(due), plan.seed)
-        if (tokens := sum(ask.prompt_tokens for ask in asks)) > MAX_LEVEL_TOKENS:
+            specs = draw(plan.workload, len(due), plan.seed)
+        if (tokens := sum(spec.prompt_tokens for spec in specs)) > MAX_LEVEL_TOKENS:
             raise LoadError(
-                f"The {len(asks)} prompts of this level have {tokens:,} tokens, but at most "
+                f"The {len(specs)} prompts of this level have {tokens:,} tokens, but at most "
                 f"{MAX_LEVEL_TOKENS:,} can be prepared. Lower the rate, the duration or "
                 "the lengths"
             )
-        made: list[Request] = []
-        for ask, at in zip(asks, due, strict=True):
-            made.append(self._request(ask, at))
-            if len(made) % 512 == 0:
-                gevent.sleep(0.001)  # a heartbeat may pass, or Locust's master misses its worker
-        return made
+        requests: list[Request] = []
+        for spec, scheduled_seconds in zip(specs, due, strict=True):
+            requests.append(self._request(spec, scheduled_seconds))
+            if len(requests) % 512 == 0:
+                gevent.sleep(0.001)  # lets heartbeats pass, so that Locust keeps this worker
+        return requests
 
     def conversations(self) -> list[tuple[float, Conversation, Session]]:
-        """All sessions of a level: of an open one by the moment at which they begin, of a closed
-        one as many as its requests may need."""
+        """Return all sessions of a level with their scheduled times, in seconds. In a closed loop
+        these are 0, and there are as many sessions as its requests may need.
+
+        Raises LoadError unless the level uses the chat route.
+        """
         plan = self._plan
         if plan.target.api != "chat":
             raise LoadError("Conversations need the chat route. Use --api chat")
@@ -74,32 +81,34 @@ class RequestFactory:
             due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
         sessions = draw_sessions(plan.workload, len(due), plan.seed)
         return [
-            (at, Conversation(plan, self._maker, session), session)
-            for at, session in zip(due, sessions, strict=True)
+            (begin_seconds, Conversation(plan, self._maker, session), session)
+            for begin_seconds, session in zip(due, sessions, strict=True)
         ]
 
     def turn_bytes(self, messages: list[Message], output_tokens: int) -> bytes:
-        """The request of a turn, made when its history is known."""
+        """Return the request of a turn, whose messages include the history."""
         return request_bytes(self._pool, self._plan.target, self._facts, messages, output_tokens)
 
     def endless(self) -> Iterator[Request]:
-        """Those of a closed level, due at 0 until they are sent."""
-        done, drawn = 0, 256
+        """Yield requests of a closed loop without end. They are scheduled at 0; whoever sends one
+        replaces that time."""
+        yielded_count, drawn_count = 0, 256
         while True:
-            for ask in draw(self._plan.workload, drawn, self._plan.seed)[done:]:
-                yield self._request(ask, 0.0)
-            done, drawn = drawn, 2 * drawn
+            specs = draw(self._plan.workload, drawn_count, self._plan.seed)
+            for spec in specs[yielded_count:]:
+                yield self._request(spec, 0.0)
+            yielded_count, drawn_count = drawn_count, 2 * drawn_count
 
-    def _request(self, ask: RequestSpec, scheduled_seconds: float) -> Request:
+    def _request(self, spec: RequestSpec, scheduled_seconds: float) -> Request:
         plan = self._plan
-        text, tokens = self._maker.make(ask)
+        text, tokens = self._maker.make(spec)
         record = RequestRecord(
             cell=plan.cell,
             level=plan.level,
-            index=ask.index,
+            index=spec.index,
             scheduled_seconds=scheduled_seconds,
             requested_prompt_tokens=tokens,
-            requested_output_tokens=ask.output_tokens,
+            requested_output_tokens=spec.output_tokens,
         )
-        wire = request_bytes(self._pool, plan.target, self._facts, text, ask.output_tokens)
+        wire = request_bytes(self._pool, plan.target, self._facts, text, spec.output_tokens)
         return Request(wire, record)
