@@ -30,7 +30,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
     confirming_seconds,
 )
 from crossover.loadtests.levels.level_columns import Level
-from crossover.loadtests.levels.slo_attainment import MIN_AS_ONE
+from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.serving.capacity.slo import LIMITS, Slo, Verdict, requests_to_hold
@@ -310,7 +310,7 @@ def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
     rate = _bounding_rate(progress, outcomes)
     if rate is None or affordable < MIN_BOUNDING_SECONDS:
         return _too_little_time(progress)
-    requests = MIN_AS_ONE * requests_to_hold(progress.slo)  # all of which would meet the SLO
+    requests = MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)  # all of which would meet the SLO
     rate = _rounded(max(rate, 1.05 * requests / affordable))
     missed = [tried for tried, is_below in outcomes if not is_below]
     met = [tried for tried, is_below in outcomes if is_below and tried < min(missed, default=rate)]

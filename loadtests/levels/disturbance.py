@@ -1,24 +1,25 @@
-"""What was taken from the engine during a level, and by whom. Pure: readings in, Disturbance out.
+"""How much CPU time was taken from the engine during a level, and by whom.
 
-    found = disturbance_of(parts)             # CoresSample, as crossover.loadtests.host reads them
-    found.share, found.is_disturbed, in_words(found)
+    disturbance = disturbance_of(samples)     # CoresSample, as crossover.loadtests.host reads them
+    disturbance.share, disturbance.is_disturbed, in_words(disturbance)
 
-The kernel says how long a thread was ready and had no core, not who ran meanwhile. So the delay is
-shared out by the CPU time that other processes (S) and our own processes (O) had on these cores:
+The kernel tells how long a thread was ready and had no core, but not who ran meanwhile. So the
+delay is divided in proportion to the CPU time that other processes (S) and Crossover's own
+processes (O) had on these cores:
 
     by_others    = min(stalled x S / (S + O), S)
-    steal        = the core's steal x E / (E + S + O)     E the engine: only who runs is stolen from
+    steal        = the core's steal x E / (E + S + O)     E: the engine; only running threads lose
     share        = taken / (work + taken)                 taken = by_others + steal + throttled
 
-The rest of the delay is the engine behind itself or behind our API and load generator, which go
-before it where they share its cores: a matter of the layout, not of the machine. `stalled` is the
-delay of one thread in each reading, the one that waited longest, and `work` the CPU time of the
-busiest: engines compute in step, so one late thread delays all. S is the cores' busy time less that
-of all our processes, so it includes processes that lived too briefly to be seen or that a container
-hides.
+`stalled` is the delay of the thread that waited longest in each sample, and `work` the CPU time of
+the busiest thread: the threads of an engine compute in lockstep, so one late thread delays all. S
+is the busy time of the cores less that of all our processes, so it includes processes that lived
+too briefly to be seen and those that a container hides. The rest of the delay is caused by the
+engine itself, or by our API and load generator if they share its cores. That is due to the layout
+of the cores, not to the machine, and does not count.
 
-What is taken only ever makes answers later. So a level of which little was taken (is_slight), and
-that meets the SLO all the same, counts: on a quiet machine it is no worse.
+CPU contention can only make answers later. So a disturbed level of which little was taken
+(`is_slight`) counts if it meets the SLO nevertheless: on a quiet machine it would meet it too.
 """
 
 from __future__ import annotations
@@ -28,60 +29,77 @@ from collections.abc import Sequence
 from crossover.loadtests.records.journal_events import Disturbance
 from crossover.loadtests.records.resource_sample import CoresSample, busiest
 
-MAX_TAKEN_SHARE = 0.03  # more, and a level is disturbed
-# More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
-# an interval is too low.
+MAX_TAKEN_SHARE = 0.03  # if more is taken, the level is disturbed
+# If more is taken, the level never counts: its rate may be so far below the capacity that the upper
+# end of an interval would be too low.
 MAX_SLIGHT_SHARE = 0.1
-MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
-MIN_TAKEN_SECONDS = 0.0002  # a turn: waking a thread on an idle virtual core costs 20 to 100 us
+MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request noticeably
+# Per time slice: waking a thread on an idle virtual core takes 20 to 100 us.
+MIN_TAKEN_SECONDS = 0.0002
 
 
-def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
-    """The readings of an engine's cores during one level in one; None without any.
+def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
+    """Return the CPU contention on an engine's cores during one level; None without samples.
 
-    `counts`: the campaign takes the machine as it is.
+    `counts`: the campaign accepts disturbed levels.
     """
-    if not parts:
+    if not samples:
         return None
 
     def total(name: str) -> float | None:
-        known = [value for part in parts if (value := getattr(part, name)) is not None]
+        known = [value for sample in samples if (value := getattr(sample, name)) is not None]
         return sum(known) if known else None
 
-    seconds, busy, work = total("seconds") or 0.0, total("busy_seconds"), total("work_seconds")
-    seen, stalled, stolen = map(
-        total, ("other_processes_seconds", "stalled_seconds", "steal_seconds")
-    )
-    other_processes = max(0.0, seen or 0.0)
-    others = other_processes + (total("ours_seconds") or 0.0)
-    taken: dict[str, float] = {}
-    if stalled is not None and seen is not None:
-        named = busiest(stranger for part in parts for stranger in part.other_processes)
-        who = f"`{named[0].name}` (pid {named[0].pid})" if named else "unidentified processes"
-        taken[who] = min(stalled * other_processes / others, other_processes) if others else 0.0
-    if stolen is not None and busy is not None:
-        taken["the hypervisor"] = stolen * busy / (busy + others) if busy + others else 0.0
-    if (quota := total("throttled_seconds")) is not None:
-        taken["the CPU quota"] = quota
-    if not taken or work is None:
+    level_seconds = total("seconds") or 0.0
+    engine_seconds = total("busy_seconds")
+    work_seconds = total("work_seconds")
+    foreign_seconds = total("other_processes_seconds")
+    stalled_seconds = total("stalled_seconds")
+    steal_seconds = total("steal_seconds")
+    quota_seconds = total("throttled_seconds")
+    # Tick counters may take the CPU time of other processes a little below zero.
+    foreign_or_zero = max(0.0, foreign_seconds or 0.0)
+    competing_seconds = foreign_or_zero + (total("ours_seconds") or 0.0)
+    taken_seconds: dict[str, float] = {}  # who -> how much
+    if stalled_seconds is not None and foreign_seconds is not None:
+        processes = busiest(process for sample in samples for process in sample.other_processes)
+        name = "unidentified processes"
+        if processes:
+            name = f"`{processes[0].name}` (pid {processes[0].pid})"
+        taken_seconds[name] = 0.0
+        if competing_seconds:
+            by_others = stalled_seconds * foreign_or_zero / competing_seconds
+            taken_seconds[name] = min(by_others, foreign_or_zero)
+    if steal_seconds is not None and engine_seconds is not None:
+        running_seconds = engine_seconds + competing_seconds
+        taken_seconds["the hypervisor"] = (
+            steal_seconds * engine_seconds / running_seconds if running_seconds else 0.0
+        )
+    if quota_seconds is not None:
+        taken_seconds["the CPU quota"] = quota_seconds
+    if not taken_seconds or work_seconds is None:
         return Disturbance(counts=counts)
-    lost = sum(taken.values())
-    share = lost / (work + lost) if lost else 0.0
-    lost_share = round(lost / seconds, 4) if seconds else None
-    least = max(MIN_TAKEN_SECONDS * (total("turns") or 0), MIN_TAKEN_SHARE * seconds)
-    if share <= MAX_TAKEN_SHARE or lost <= least:
+    total_taken = sum(taken_seconds.values())
+    share = total_taken / (work_seconds + total_taken) if total_taken else 0.0
+    lost_share = round(total_taken / level_seconds, 4) if level_seconds else None
+    min_taken = max(MIN_TAKEN_SECONDS * (total("turns") or 0), MIN_TAKEN_SHARE * level_seconds)
+    if share <= MAX_TAKEN_SHARE or total_taken <= min_taken:
         return Disturbance(share=round(share, 4), lost_share=lost_share, counts=counts)
-    most = max(taken, key=lambda name: taken[name])
     return Disturbance(
-        share=round(share, 4), lost_share=lost_share, who=most, is_disturbed=True, counts=counts
+        share=round(share, 4),
+        lost_share=lost_share,
+        who=max(taken_seconds, key=lambda name: taken_seconds[name]),
+        is_disturbed=True,
+        counts=counts,
     )
 
 
-def is_slight(found: Disturbance) -> bool:
-    """Whether a disturbed level counts where it meets the SLO all the same."""
-    return (found.share or 0.0) <= MAX_SLIGHT_SHARE
+def is_slight(disturbance: Disturbance) -> bool:
+    """Whether so little was taken that a level counts if it meets the SLO nevertheless."""
+    return (disturbance.share or 0.0) <= MAX_SLIGHT_SHARE
 
 
-def in_words(found: Disturbance) -> str:
+def in_words(disturbance: Disturbance) -> str:
     """Return what disturbed a level: "`make` (pid 123) took 34 % of ..."."""
-    return f"{found.who} took {found.share or 0.0:.0%} of the CPU time that the engine needed"
+    share = disturbance.share or 0.0
+    return f"{disturbance.who} took {share:.0%} of the CPU time that the engine needed"

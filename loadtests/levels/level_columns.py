@@ -1,15 +1,17 @@
-"""One level of load as columns: a row a request, in order of due time. Made once from records.
+"""One load level as columns, with one row per request in the order of their scheduled times.
 
     level = Level.of(records, started, finished)
     level.judge(slo).verdict, distribution(level.ttft[level.counted]).p99
 
-TTFT = first content chunk - due time. E2E = last content - due time. ITL = gaps between chunks.
-TPOT = (last content - first content) / (output tokens - tokens of the first chunk); dividing by
-(tokens - 1), as is usual, is wrong by 5 % for chunks of four. `usage` and `[DONE]` are not content.
-Times count from the due time, not the send: else the wait of an overloaded client is hidden.
+TTFT = first content chunk - scheduled time. E2E = last content chunk - scheduled time. ITL = gaps
+between content chunks. TPOT = (last content chunk - first) / (output tokens - tokens of the first
+chunk); the usual division by (tokens - 1) is wrong by 5 % for chunks of four tokens. `usage` and
+`[DONE]` are not content. Counting from the scheduled time and not from the sending avoids
+coordinated omission.
 
-Requests due inside the window count, and are followed to their end; throughput counts the chunks
-that arrive inside it. Failed and cut-off requests are infinitely late, never dropped.
+Requests that are due inside the window count, and are followed to their end. Throughput counts the
+chunks that arrive inside the window. Failed and cut-off requests have infinite latency and are
+never dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from crossover.serving.capacity.slo import Slo, Verdict
 Floats = npt.NDArray[np.float64]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens")
-_FIELDS = {  # column -> field of a record
+_FIELDS = {  # column of a Level -> field of a RequestRecord
     "due": "scheduled_seconds",
     "sent": "sent_seconds",
     "first": "first_content_seconds",
@@ -45,46 +47,48 @@ _FIELDS = {  # column -> field of a record
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """A level under one SLO: the requests due in its window."""
+    """A level judged by one SLO: the requests that were due in its window."""
 
     due: int
-    good: int
-    failed: int  # no answer, an error, or cut off
-    share: float | None  # good / due; None: nothing was due
-    low: float  # Wilson's bounds, each at the SLO's confidence, for effective counts
+    good: int  # requests that met the SLO
+    failed: int  # requests without an answer, with an error, or cut off
+    share: float | None  # SLO attainment, good / due; None: nothing was due
+    low: float  # Wilson's bounds of `share`, each at the SLO's confidence, for effective counts
     high: float
-    effective: float  # independent requests that tell as much
+    effective: float  # effective sample size
     steady: bool | None  # False: a queue grew over the window; None: too few requests to tell
-    verdict: Verdict  # a level whose queue grows does not hold
+    verdict: Verdict  # a level whose queue grows does not meet the SLO
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
-    """All arrays but `chunks` are [requests]. Seconds since the level's start; nan: never.
+    """One load level. All arrays except `chunks` are [requests]. Times are seconds since the start
+    of the level; nan: it never happened, or is not known.
 
-    `chunks` holds the content stamps of request i at [chunk_offsets[i] : chunk_offsets[i + 1]].
+    `chunks` holds the arrival times of the content chunks of all requests, those of request i at
+    [chunk_offsets[i] : chunk_offsets[i + 1]].
     """
 
     started: LevelStarted
-    finished: LevelFinished | None  # None: it is under way, or was abandoned
+    finished: LevelFinished | None  # None: it is running, or was abandoned
     window: tuple[float, float]  # [start, end): requests due in it count
-    due: Floats
+    due: Floats  # scheduled times
     sent: Floats
-    first: Floats
-    first_answer: Floats  # content that is no reasoning
-    last: Floats
+    first: Floats  # first content chunk
+    first_answer: Floats  # first content chunk that is not reasoning
+    last: Floats  # last content chunk
     ended: Floats
     chunks: Floats
     chunk_offsets: npt.NDArray[np.int64]  # [requests + 1]
-    prompt_tokens: Floats  # as the server's usage counted
+    prompt_tokens: Floats  # by the server's usage
     cached_tokens: Floats
     output_tokens: Floats
     first_chunk_tokens: Floats
     requested_prompt_tokens: Floats
     requested_output_tokens: Floats
-    session: Floats  # the conversation that a request is a turn of; nan: of none
-    turn: Floats  # 0.. within it
-    added_tokens: Floats  # what a turn's prompt adds to the history
-    failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
+    session: Floats  # the conversation that a request is a turn of; nan: none
+    turn: Floats  # 0.. within the conversation
+    added_tokens: Floats  # prompt tokens that a turn adds to the history
+    failure: tuple[str | None, ...]  # why a request failed, in one word; None: it did not
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 
     @classmethod
@@ -94,7 +98,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         started: LevelStarted,
         finished: LevelFinished | None = None,
     ) -> Level:
-        """The records of one level, in any order."""
+        """Return the level of these records, which may be in any order."""
         rows = LevelRows()
         for record in records:
             rows.add(record)
@@ -110,7 +114,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def rate(self) -> float | None:
-        """Asked, requests/s; None: single stream or closed loop."""
+        """Offered rate that was asked for, requests/s; None: single stream or closed loop."""
         return self.started.rate_per_second
 
     @property
@@ -119,9 +123,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def is_set_aside(self) -> bool:
-        """Disturbed: neither its steps nor its failures are the server's."""
-        taken = self.finished and self.finished.disturbance
-        return bool(taken and taken.is_set_aside)
+        """Whether the level was disturbed and says nothing about the server."""
+        disturbance = self.finished and self.finished.disturbance
+        return bool(disturbance and disturbance.is_set_aside)
 
     @property
     def window_seconds(self) -> float:
@@ -129,34 +133,38 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def is_whole(self) -> bool:
-        """No request is missing: no line of it is broken."""
+        """Whether the records of all its requests could be read."""
         return self.finished is None or len(self.due) == self.finished.due
 
     @property
     def counts(self) -> bool:
-        """It has a part in the capacity: finished, valid, whole and undisturbed."""
-        end = self.finished
-        return end is not None and end.is_valid and self.is_whole and not self.is_set_aside
+        """Whether the level counts for the capacity: it is finished, valid and whole, and was not
+        set aside."""
+        finished = self.finished
+        return (
+            finished is not None and finished.is_valid and self.is_whole and not self.is_set_aside
+        )
 
     @cached_property
     def counted(self) -> npt.NDArray[np.bool_]:
-        """Due inside the window."""
+        """[requests]: whether each was due inside the window."""
         return (self.due >= self.window[0]) & (self.due < self.window[1])
 
     @cached_property
     def failed(self) -> npt.NDArray[np.bool_]:
-        return np.array([one is not None for one in self.failure], dtype=np.bool_)
+        """[requests]: whether each failed."""
+        return np.array([failure is not None for failure in self.failure], dtype=np.bool_)
 
     @cached_property
     def ttft(self) -> Floats:
-        """inf: failed or cut off."""
+        """[requests]: TTFT in seconds; inf: failed or cut off."""
         return np.where(self.failed, np.inf, self.first - self.due)
 
     @cached_property
     def ttfa(self) -> Floats:
-        """To the first token of the answer itself; inf: failed, cut off, or nothing but reasoning.
+        """[requests]: TTFA in seconds; inf: failed, cut off, or nothing but reasoning.
 
-        Records without this stamp, which are older, have it in none of them: nan.
+        nan for all requests: the records are older than this time.
         """
         times = self.first_answer - self.due
         is_known = bool(np.isfinite(self.first_answer).any())
@@ -164,45 +172,51 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def e2e(self) -> Floats:
-        """inf: failed or cut off."""
+        """[requests]: end-to-end latency in seconds; inf: failed or cut off."""
         return np.where(self.failed, np.inf, self.last - self.due)
 
     @cached_property
     def send_delay(self) -> Floats:
-        """How late the client sent; nan: it never did."""
+        """[requests]: seconds from the scheduled time to the sending; nan: never sent."""
         return self.sent - self.due
 
     @cached_property
     def chunk_counts(self) -> npt.NDArray[np.int64]:
+        """[requests]: content chunks."""
         return np.diff(self.chunk_offsets)
 
     @cached_property
     def tpot(self) -> Floats:
-        """Seconds per token after the first chunk; nan: one chunk only; inf: failed or cut off.
+        """[requests]: seconds per token after the first chunk; nan: only one chunk; inf: failed or
+        cut off.
 
-        Tokens of the first chunk are as the server said, else those of a mean chunk. Without a
-        count of tokens, or with one that leaves none for the later chunks, a chunk stands for a
-        token: it holds at least one, so no request is called good that is not.
+        The tokens of the first chunk are those that the server reported, else those of a mean
+        chunk. Without a token count, or with one that leaves no tokens for the later chunks, each
+        chunk counts as one token. It has at least one, so TPOT is never too low.
         """
-        later = np.maximum(self.chunk_counts - 1.0, 0.0)
-        mean = np.round(self.output_tokens / np.maximum(self.chunk_counts, 1))
-        told = np.isfinite(self.first_chunk_tokens)
-        first = np.where(told, self.first_chunk_tokens, np.maximum(1.0, mean))
-        counted = self.output_tokens - first  # nan: no token count
-        tokens = np.where(counted > 0, counted, later)
-        seconds = (self.last - self.first) / np.where(later > 0, tokens, np.nan)
+        later_chunks = np.maximum(self.chunk_counts - 1.0, 0.0)
+        mean_chunk_tokens = np.round(self.output_tokens / np.maximum(self.chunk_counts, 1))
+        first_tokens = np.where(
+            np.isfinite(self.first_chunk_tokens),
+            self.first_chunk_tokens,
+            np.maximum(1.0, mean_chunk_tokens),
+        )
+        counted_tokens = self.output_tokens - first_tokens  # nan: no token count
+        later_tokens = np.where(counted_tokens > 0, counted_tokens, later_chunks)
+        seconds = (self.last - self.first) / np.where(later_chunks > 0, later_tokens, np.nan)
         return np.where(self.failed, np.inf, seconds)
 
     @cached_property
     def itl(self) -> Floats:
-        """Gaps between content chunks of all counted requests, one after the other."""
-        request = np.repeat(np.arange(len(self.due)), self.chunk_counts)
-        inside = (request[1:] == request[:-1]) & self.counted[request[1:]]
-        gaps: Floats = np.diff(self.chunks)[inside]
+        """[gaps]: seconds between the content chunks of each counted request."""
+        request_of_chunk = np.repeat(np.arange(len(self.due)), self.chunk_counts)
+        is_same_request = request_of_chunk[1:] == request_of_chunk[:-1]
+        gaps: Floats = np.diff(self.chunks)[is_same_request & self.counted[request_of_chunk[1:]]]
         return gaps
 
     def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        """[requests]: ok, and within each limit. One chunk cannot break TPOT."""
+        """[requests]: whether each meets the SLO. An answer of one chunk has no TPOT, so it meets
+        that limit."""
         good = ~self.failed
         if slo.ttft_seconds is not None:
             good &= self.ttft <= slo.ttft_seconds
@@ -215,11 +229,12 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return good
 
     def judge(self, slo: Slo) -> Judged:
-        """Whether the level meets the SLO. Requests one at a time count fully."""
+        """Return whether the level meets the SLO, and with which bounds. The requests of a single
+        stream are independent; others are divided by the design effect."""
         good = self.good(slo)[self.counted]
-        total, count = len(good), int(good.sum())
-        together = 1.0 if self.is_single_stream else design_effect(good)
-        low, high = wilson(count / together, total / together, slo.confidence)
+        due_count, good_count = len(good), int(good.sum())
+        effect = 1.0 if self.is_single_stream else design_effect(good)
+        low, high = wilson(good_count / effect, due_count / effect, slo.confidence)
         steady: bool | None = None
         if self.rate is not None:
             due, ttft = self.due[self.counted], self.ttft[self.counted]
@@ -231,13 +246,13 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         elif low >= slo.target and steady is not False:
             verdict = "meets"
         return Judged(
-            due=total,
-            good=count,
+            due=due_count,
+            good=good_count,
             failed=int(self.failed[self.counted].sum()),
-            share=count / total if total else None,
+            share=good_count / due_count if due_count else None,
             low=low,
             high=high,
-            effective=total / together,
+            effective=due_count / effect,
             steady=steady,
             verdict=verdict,
         )
@@ -249,66 +264,71 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return self.mean_in_flight(start, start + third), self.mean_in_flight(end - third, end)
 
     def mean_in_flight(self, start: float, end: float) -> float:
-        """Time average of requests between due and end; one without an end stays."""
+        """Return the mean number of requests in flight from `start` to `end`, in seconds. A request
+        is in flight from its scheduled time; one that never ended stays in flight."""
         ended = np.minimum(np.where(np.isnan(self.ended), end, self.ended), end)
-        inside = np.maximum(0.0, ended - np.maximum(self.due, start))
-        return float(inside.sum()) / (end - start)
+        seconds_inside = np.maximum(0.0, ended - np.maximum(self.due, start))
+        return float(seconds_inside.sum()) / (end - start)
 
     @property
     def offered_rate(self) -> float:
-        """Requests/s that were due."""
+        """Requests/s that came due in the window (in the glossary: achieved rate)."""
         return float(self.counted.sum()) / self.window_seconds
 
     @property
     def failures(self) -> dict[str, int]:
-        """Counted requests that are not ok: why -> how many."""
+        """Failure -> how many of the counted requests failed so."""
         return self._tally(self.failure)
 
     @property
     def backends(self) -> dict[str, int]:
-        """Counted requests by the backend that answered."""
+        """Backend -> how many of the counted requests it answered."""
         return self._tally(self.backend)
 
     def _tally(self, words: tuple[str | None, ...]) -> dict[str, int]:
-        inside = zip(words, self.counted.tolist(), strict=True)
-        return dict(sorted(Counter(word for word, counts in inside if counts and word).items()))
+        pairs = zip(words, self.counted.tolist(), strict=True)
+        return dict(sorted(Counter(word for word, counts in pairs if counts and word).items()))
 
     @cached_property
     def output_tokens_per_second(self) -> float | None:
-        """Tokens of the chunks that arrived in the window; None: the server did not count.
+        """Output tokens per second of the chunks that arrived in the window; None: the server did
+        not count tokens.
 
-        The chunks of an answer share its tokens equally; those of one that was cut off hold as many
-        as others do.
+        The tokens of an answer are divided equally among its chunks. The chunks of an answer
+        without a count, such as one that was cut off, have the mean of the others.
         """
         counts = self.chunk_counts
-        told = ~np.isnan(self.output_tokens) & (counts > 0)
-        if not told.any():
+        has_tokens = ~np.isnan(self.output_tokens) & (counts > 0)
+        if not has_tokens.any():
             return None if (counts > 0).any() else 0.0
-        each = np.full(len(counts), self.output_tokens[told].sum() / counts[told].sum())
-        each[told] = self.output_tokens[told] / counts[told]
-        inside = (self.chunks >= self.window[0]) & (self.chunks < self.window[1])
-        return float(np.repeat(each, counts)[inside].sum()) / self.window_seconds
+        mean_chunk_tokens = self.output_tokens[has_tokens].sum() / counts[has_tokens].sum()
+        chunk_tokens = np.full(len(counts), mean_chunk_tokens)
+        chunk_tokens[has_tokens] = self.output_tokens[has_tokens] / counts[has_tokens]
+        in_window = (self.chunks >= self.window[0]) & (self.chunks < self.window[1])
+        return float(np.repeat(chunk_tokens, counts)[in_window].sum()) / self.window_seconds
 
     def mean(self, column: Floats) -> float | None:
-        """Of the counted requests that are ok and have a value; None where none has."""
+        """Return the mean of a column, [requests], over the counted requests that did not fail and
+        have a value; None: none has one."""
         values = column[self.counted & ~self.failed]
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else None
 
     def quantile(self, column: Floats, q: float) -> float | None:
-        """Nearest rank, of the counted requests; None where none has a value. inf: so many failed.
+        """Return the nearest-rank quantile of a column, [requests], over the counted requests.
 
-        However few they are: percentiles.py has those that enough observations support.
+        inf: too many requests failed; None: none has a value. The number of requests is not
+        checked; percentiles.py gives only quantiles that enough observations support.
         """
         known = column[self.counted & ~np.isnan(column)]
         return float(np.quantile(known, q, method="inverted_cdf")) if len(known) else None
 
 
 class LevelRows:
-    """A level while it runs: it grows by a record."""
+    """The requests of a level that may still be running, collected record by record."""
 
     def __init__(self) -> None:
-        self.last_seconds = 0.0  # when the last answer ended
+        self.last_seconds = 0.0  # when the last answer ended, since the start of the level
         self._numbers: list[list[float | None]] = []
         self._chunks: list[array[float]] = []
         self._failure: list[str | None] = []
@@ -326,6 +346,7 @@ class LevelRows:
         self._backend.append(record.backend)
 
     def level(self, started: LevelStarted, finished: LevelFinished | None) -> Level:
+        """Return the level of the records so far."""
         numbers = np.array(self._numbers, dtype=np.float64).reshape(-1, len(_FIELDS))
         order = np.argsort(numbers[:, 0], kind="stable")
         seconds = started.window_seconds if finished is None else finished.window_seconds
@@ -343,7 +364,7 @@ class LevelRows:
 
 
 def failure_of(record: RequestRecord) -> str | None:
-    """Why a request is not ok, in one word; None: it ended with content and no error."""
+    """Return why a request failed, in one word; None: it ended with content and no error."""
     if record.error is not None:
         return record.error
     if record.status is not None and record.status >= 400:
@@ -354,13 +375,13 @@ def failure_of(record: RequestRecord) -> str | None:
 
 
 def levels_of(run: RunRecords) -> list[Level]:
-    """The finished levels of a run, in the order they were measured."""
-    wanted = {name: LevelRows() for name in run.finished_levels}
+    """Return the finished levels of a run, in the order in which they were measured."""
+    rows_of_levels = {name: LevelRows() for name in run.finished_levels}
     for record in run.requests():
-        if record.level in wanted:
-            wanted[record.level].add(record)
-    # each is let go once it is a Level
+        if record.level in rows_of_levels:
+            rows_of_levels[record.level].add(record)
+    # Each is popped, so that its memory is free once it is a Level.
     return [
-        wanted.pop(name).level(run.started_levels[name], run.finished_levels[name])
-        for name in list(wanted)
+        rows_of_levels.pop(name).level(run.started_levels[name], run.finished_levels[name])
+        for name in list(rows_of_levels)
     ]

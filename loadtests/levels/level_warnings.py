@@ -22,11 +22,11 @@ from crossover.serving.capacity.slo import Slo
 
 CLIENT_BUSY_SHARE = 0.80  # of one core
 LATE_SHARE = 0.01  # p99 send delay / median TTFT
-LATE_FLOOR_SECONDS = 0.001  # below the resolution that any latency here is read at
+LATE_FLOOR_SECONDS = 0.001  # smaller delays do not matter to any latency that is reported
 SWAP_GROWTH_BYTES = 16 << 20
-HELD_BACK_SHARE = 0.02  # of the samples: a GPU's clock
-SHORT_SHARE = 0.01
-PROMPTS_OFF_SHARE = 0.02
+THROTTLED_SHARE = 0.02  # of the samples
+SHORT_SHARE = 0.01  # of the answers
+PROMPTS_OFF_SHARE = 0.02  # of the mean prompt tokens
 
 DISTURBED = "Disturbed"
 ADVICE = {
@@ -60,53 +60,60 @@ WARNING, SERIOUS = Seriousness.WARNING, Seriousness.SERIOUS
 
 
 class NamedWarning(msgspec.Struct, frozen=True):
-    """One warning. `code` is its name, `text` what was seen with the values."""
+    """One warning about a level."""
 
-    code: str
+    code: str  # its name, a key of ADVICE
     seriousness: Seriousness
-    text: str
-    advice: str
+    text: str  # what was observed, with the values
+    advice: str  # what to do about it
 
     @property
     def is_serious(self) -> bool:
         return self.seriousness is SERIOUS
 
 
-Found = Iterator[tuple[str, Seriousness, str]]  # code, weight, what was seen
+Observations = Iterator[tuple[str, Seriousness, str]]  # code, seriousness, text of a warning
 
 
 def level_warnings(
     level: Level, slo: Slo, samples: Iterable[ResourceSample] = ()
 ) -> tuple[NamedWarning, ...]:
-    """All warnings about one level. `samples` are of the whole level."""
-    start, end = (level.started.started_unix_seconds + at for at in level.window)
-    inside = [sample for sample in samples if start <= sample.unix_seconds < end]
-    found = (*_of_load(level, slo), *_of_answers(level), *_of_machine(level, inside))
-    return tuple(NamedWarning(code, weight, text, ADVICE[code]) for code, weight, text in found)
+    """Return all warnings about one level. `samples`: those of the whole level."""
+    start, end = (level.started.started_unix_seconds + seconds for seconds in level.window)
+    in_window = [sample for sample in samples if start <= sample.unix_seconds < end]
+    observations = (*_of_load(level, slo), *_of_answers(level), *_of_machine(level, in_window))
+    return tuple(
+        NamedWarning(code, seriousness, text, ADVICE[code])
+        for code, seriousness, text in observations
+    )
 
 
 def is_valid(warnings: Iterable[NamedWarning]) -> bool:
-    """The numbers are the server's. Whether a disturbed level counts, its SLO decides."""
-    return not any(one.is_serious and one.code != DISTURBED for one in warnings)
+    """Whether the level measured the server and not the load generator or a fault. A disturbed
+    level is valid; whether it counts depends on its SLO attainment."""
+    return not any(warning.is_serious and warning.code != DISTURBED for warning in warnings)
 
 
 def send_delay_p99(level: Level) -> float | None:
-    """Of the counted requests, seconds, nearest rank; None where nothing was sent."""
-    lags = level.send_delay[level.counted]
-    lags = np.sort(lags[~np.isnan(lags)])
-    return float(lags[math.ceil(0.99 * len(lags)) - 1]) if len(lags) else None
+    """Return the 99th percentile (nearest rank) of the send delay of the counted requests, in
+    seconds; None if nothing was sent."""
+    delays = level.send_delay[level.counted]
+    delays = np.sort(delays[~np.isnan(delays)])
+    return float(delays[math.ceil(0.99 * len(delays)) - 1]) if len(delays) else None
 
 
-def _of_load(level: Level, slo: Slo) -> Found:
-    """How it was sent, and whether the server kept up."""
-    busy = (level.finished and level.finished.generator_busy_share) or 0.0
-    if busy > CLIENT_BUSY_SHARE:
-        yield "GeneratorBusy", SERIOUS, f"the load generator was busy {busy:.0%} of the time"
-    lag, median = send_delay_p99(level), distribution(level.ttft[level.counted]).median_or_mean
-    # Below 1 % of the TTFT limit a late send decides no request.
-    most = max(LATE_FLOOR_SECONDS, LATE_SHARE * max(median or 0.0, slo.ttft_seconds or 0.0))
-    if lag is not None and median is not None and lag > most:
-        text = f"requests were sent {formatting.seconds(lag, 3)} after their scheduled time (p99)"
+def _of_load(level: Level, slo: Slo) -> Observations:
+    """Observe how the requests were sent, and whether the server kept up with them."""
+    busy_share = (level.finished and level.finished.generator_busy_share) or 0.0
+    if busy_share > CLIENT_BUSY_SHARE:
+        yield "GeneratorBusy", SERIOUS, f"the load generator was busy {busy_share:.0%} of the time"
+    delay = send_delay_p99(level)
+    median_ttft = distribution(level.ttft[level.counted]).median_or_mean
+    # A delay below 1 % of the TTFT limit does not decide whether a request meets the SLO.
+    typical_ttft = max(median_ttft or 0.0, slo.ttft_seconds or 0.0)
+    max_delay = max(LATE_FLOOR_SECONDS, LATE_SHARE * typical_ttft)
+    if delay is not None and median_ttft is not None and delay > max_delay:
+        text = f"requests were sent {formatting.seconds(delay, 3)} after their scheduled time (p99)"
         yield "LateSends", SERIOUS, text
     if level.judge(slo).steady is False:
         first, last = level.in_flight_at_ends
@@ -116,39 +123,46 @@ def _of_load(level: Level, slo: Slo) -> Found:
         yield "Unsteady", WARNING, text
 
 
-def _of_answers(level: Level) -> Found:
-    """What came back, against what was asked."""
+def _of_answers(level: Level) -> Observations:
+    """Observe whether the answers are what the requests asked for."""
     if len(level.backends) > 1:
-        named = ", ".join(f"{name} ({count})" for name, count in level.backends.items())
-        yield "FellBack", SERIOUS, f"answers came from more than one backend: {named}"
-    ok = level.counted & ~level.failed
-    if unknown := int(np.isnan(level.output_tokens[ok]).sum()):
-        text = f"{unknown} of {int(ok.sum())} answers have no token count"
+        backends = ", ".join(f"{name} ({count})" for name, count in level.backends.items())
+        yield "FellBack", SERIOUS, f"answers came from more than one backend: {backends}"
+    is_ok = level.counted & ~level.failed
+    if uncounted := int(np.isnan(level.output_tokens[is_ok]).sum()):
+        text = f"{uncounted} of {int(is_ok.sum())} answers have no token count"
         yield "TokensUnknown", WARNING, f"{text}, so their TPOT counts chunks as tokens"
-    told = ok & np.isfinite(level.output_tokens) & np.isfinite(level.requested_output_tokens)
-    short = int((level.output_tokens[told] < level.requested_output_tokens[told]).sum())
-    if short > SHORT_SHARE * told.sum():
-        text = f"{short} of {int(told.sum())} answers were shorter than requested"
+    output, requested_output = level.output_tokens, level.requested_output_tokens
+    has_output = is_ok & np.isfinite(output) & np.isfinite(requested_output)
+    short_count = int((output[has_output] < requested_output[has_output]).sum())
+    if short_count > SHORT_SHARE * has_output.sum():
+        text = f"{short_count} of {int(has_output.sum())} answers were shorter than requested"
         yield "ShortAnswers", WARNING, f"{text}: the load is lighter than the workload says"
-    both = level.counted & np.isfinite(level.prompt_tokens) & (level.requested_prompt_tokens > 0)
-    if both.any():
-        counted = float(level.prompt_tokens[both].mean())
-        asked = float(level.requested_prompt_tokens[both].mean())
-        if abs(counted - asked) > PROMPTS_OFF_SHARE * asked:
-            text = f"the server counted {counted:.0f} tokens per prompt instead of {asked:.0f}"
+    prompt, requested_prompt = level.prompt_tokens, level.requested_prompt_tokens
+    has_prompt = level.counted & np.isfinite(prompt) & (requested_prompt > 0)
+    if has_prompt.any():
+        counted = float(prompt[has_prompt].mean())
+        requested = float(requested_prompt[has_prompt].mean())
+        if abs(counted - requested) > PROMPTS_OFF_SHARE * requested:
+            text = f"the server counted {counted:.0f} tokens per prompt instead of {requested:.0f}"
             yield "PromptsOff", WARNING, text
 
 
-def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Found:
-    """What became of its memory, cores and clocks."""
-    swap = [one.swap_used_bytes for one in samples if one.swap_used_bytes is not None]
-    if swap and (grown := max(swap) - swap[0]) >= SWAP_GROWTH_BYTES:
-        yield "Swapping", WARNING, f"swap in use grew by {formatting.size(grown)} during the level"
-    held = [one for one in samples if one.gpu_throttled]
-    if len(held) > HELD_BACK_SHARE * len(samples):
-        why = ", ".join(sorted({reason for one in held for reason in one.gpu_throttled or ()}))
-        text = f"the GPU's clock was throttled in {len(held)} of {len(samples)} samples ({why})"
-        yield "Throttled", WARNING, text
-    found = level.finished and level.finished.disturbance
-    if found and found.is_disturbed:
-        yield DISTURBED, SERIOUS if found.is_set_aside else WARNING, in_words(found)
+def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Observations:
+    """Observe the machine's swap, GPU clock and CPU contention. `samples`: those of the window."""
+    swap_bytes = [
+        sample.swap_used_bytes for sample in samples if sample.swap_used_bytes is not None
+    ]
+    growth_bytes = max(swap_bytes) - swap_bytes[0] if swap_bytes else 0
+    if growth_bytes >= SWAP_GROWTH_BYTES:
+        text = f"swap in use grew by {formatting.size(growth_bytes)} during the level"
+        yield "Swapping", WARNING, text
+    throttled = [sample for sample in samples if sample.gpu_throttled]
+    if len(throttled) > THROTTLED_SHARE * len(samples):
+        reasons = sorted({reason for sample in throttled for reason in sample.gpu_throttled or ()})
+        text = f"the GPU's clock was throttled in {len(throttled)} of {len(samples)} samples"
+        yield "Throttled", WARNING, f"{text} ({', '.join(reasons)})"
+    disturbance = level.finished and level.finished.disturbance
+    if disturbance and disturbance.is_disturbed:
+        seriousness = SERIOUS if disturbance.is_set_aside else WARNING
+        yield DISTURBED, seriousness, in_words(disturbance)

@@ -1,4 +1,4 @@
-"""Percentiles of latencies; those that too few observations support are not given."""
+"""Percentiles of latencies, each given only if enough observations support it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BEYOND = 3  # observations that must lie beyond a percentile for it to be given
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Nearest-rank percentiles in seconds; None: fewer than three observations lie beyond it.
+    """Nearest-rank percentiles in seconds. None: fewer than three observations lie beyond it.
 
-    What never came is infinite; the mean is over the others.
+    The latency of a request that failed is infinite. `mean` is the mean of the finite latencies.
     """
 
     mean: float | None = None
@@ -26,16 +26,17 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def median_or_mean(self) -> float | None:
-        """The median; the mean of what came where there is none."""
+        """The median, or the mean if there is no finite median."""
         return self.p50 if self.p50 is not None and self.p50 < math.inf else self.mean
 
 
 def distribution(values: npt.NDArray[np.float64]) -> Distribution:
-    """Of [observations]: inf never came, nan is not defined and left out."""
+    """Return the distribution of [observations], in seconds. inf: the request failed; nan: the
+    latency is not defined, and is left out."""
     known = np.sort(values[~np.isnan(values)])
     finite = known[np.isfinite(known)]
-    given = [(n, q) for n, q in PERCENTILES if len(known) * (1 - q) >= BEYOND - 1e-9]
+    supported = [(name, q) for name, q in PERCENTILES if len(known) * (1 - q) >= BEYOND - 1e-9]
     return Distribution(
         mean=float(finite.mean()) if len(finite) else None,
-        **{name: float(known[math.ceil(q * len(known) - 1e-9) - 1]) for name, q in given},
+        **{name: float(known[math.ceil(q * len(known) - 1e-9) - 1]) for name, q in supported},
     )

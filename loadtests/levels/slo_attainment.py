@@ -1,18 +1,19 @@
-"""What a level's requests tell: how sure their share of good ones is, and whether a queue grew.
+"""SLO attainment of a level: its confidence bounds, and whether a queue grew.
 
-    >>> round(wilson(50, 50)[0], 3)          # 50 of 50 prove 94.9 %
+    >>> round(wilson(50, 50)[0], 3)          # 50 of 50: at least 94.9 % with 95 % confidence
     0.949
     >>> good = np.ones(200, bool)
     >>> good[90:100] = False                 # ten in a row, as in one full queue
     >>> design_effect(good) > 5
     True
 
-A stall or a full queue makes a run of requests bad together, so 200 requests tell less than 200
-independent ones. How much less, the counts of good ones in batches of neighbours say: their
-variance over that of independent requests (batch means).
+A stall or a full queue makes neighboring requests miss the SLO together, so 200 requests tell less
+than 200 independent ones would. The design effect says how much less: it is the variance of the
+attainment of batches of neighbors, over that of independent requests (method of batch means).
 
-At 5 % above saturation TTFT grows by 0.05 s every second, so a level of 60 s with a TTFT limit of
-5 s looks good to its end. The trend of TTFT over due time shows what the share does not.
+At 5 % above saturation, TTFT grows by 0.05 s every second. A level of 60 s with a TTFT limit of 5 s
+then meets the SLO to its end, although the queue grows without bound. The trend of TTFT over the
+scheduled time shows that.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-PARTS = 10  # of a window, for the trend
-MIN_REQUESTS = 20
-BATCHES = (20, 10, 5)  # the most of these counts: short batches miss what is longer than they
+PARTS = 10  # of a window, for the trend of TTFT
+MIN_REQUESTS = 20  # for a trend
+BATCHES = (20, 10, 5)  # numbers of batches; few long ones show correlations that short ones miss
 MIN_PER_BATCH = 5
-MIN_AS_ONE = 1.3  # requests of an open loop meet each other, also where none was bad
+MIN_DESIGN_EFFECT = 1.3  # requests of an open loop share batches, even if all meet the SLO
 
 
 def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
-    """One-sided lower and upper bounds of a proportion, each at `confidence` (Wilson 1927).
+    """Return one-sided lower and upper bounds of a proportion, each at `confidence` (Wilson 1927).
 
-    Counts may be effective ones, of requests that share their fate. (0.0, 1.0) for total = 0.
+    Counts may be effective ones (divided by the design effect). (0.0, 1.0) for total = 0.
     """
     if total == 0:
         return 0.0, 1.0
@@ -44,7 +45,7 @@ def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, 
     scale = 1 + z * z / total
     centre = (share + z * z / (2 * total)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    # where all are good, or none, one bound is exact, and rounding must not say otherwise
+    # If all are good, or none, one bound is exact; rounding must not move it.
     return (
         max(0.0, centre - half) if good else 0.0,
         min(1.0, centre + half) if good < total else 1.0,
@@ -52,48 +53,55 @@ def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, 
 
 
 def design_effect(good: npt.NDArray[np.bool_]) -> float:
-    """How many requests count as one independent one; `good` is in order of due time."""
+    """Return how many requests count as one independent request: the largest estimate over BATCHES.
+
+    `good`: [requests] in the order of their scheduled times, whether each meets the SLO. For
+    batches of n requests and an attainment p, the estimate is n var(batch means) / (p (1 - p)).
+    """
     share = float(good.mean()) if len(good) else 1.0
-    found = MIN_AS_ONE
+    effect = MIN_DESIGN_EFFECT
     if 0 < share < 1:
         for batches in BATCHES:
             size = len(good) // batches
             if size >= MIN_PER_BATCH:
                 means = good[: size * batches].reshape(batches, size).mean(axis=1)
-                found = max(found, size * float(means.var(ddof=1)) / (share * (1 - share)))
-    return found
+                effect = max(effect, size * float(means.var(ddof=1)) / (share * (1 - share)))
+    return effect
 
 
 def is_steady(
     due: Array, ttft: Array, start: float, end: float, limit_seconds: float | None
 ) -> bool | None:
-    """False where TTFT grows over the window so that it breaks the limit within two more windows.
+    """Whether TTFT does not grow so fast that it exceeds its limit within two more windows.
 
-    Both arrays are [requests], in order of due time, seconds; failures count as the slowest answer
-    (inf or nan). The trend is a straight line through the means of ten equal parts of the window
-    (batch means take the correlation of neighbours out); it counts where it is above 0 at 95 %.
-    Without a limit a trend counts that doubles TTFT within the window.
-    None: fewer than 20 requests, or too few parts with some, which tell no trend.
+    `due`, `ttft`: [requests], seconds, in the order of scheduled times. Failed requests (inf or
+    nan) count as the slowest answer. `start`, `end`: of the window. The trend is a straight line
+    through the means of ten equal parts of the window (batch means, so that neighbors may be
+    correlated); it counts if its slope is above 0 with 95 % confidence. Without a limit, TTFT is
+    not steady if it doubles within the window.
+
+    None: fewer than 20 requests, or too many empty parts, to tell.
     """
     known = np.isfinite(ttft)
     if len(due) < MIN_REQUESTS or not known.any():
         return None
     ttft = np.where(known, ttft, ttft[known].max())
-    part = np.minimum(((due - start) / (end - start) * PARTS).astype(int), PARTS - 1)
-    counts = np.bincount(part, minlength=PARTS)
-    filled = np.flatnonzero(counts)
-    if len(filled) < PARTS - 2:
+    part_of_request = np.minimum(((due - start) / (end - start) * PARTS).astype(int), PARTS - 1)
+    counts = np.bincount(part_of_request, minlength=PARTS)
+    filled_parts = np.flatnonzero(counts)
+    if len(filled_parts) < PARTS - 2:
         return None
-    means = np.bincount(part, ttft, minlength=PARTS)[filled] / counts[filled]
-    centred = (filled + 0.5) / PARTS
-    centred -= centred.mean()
-    squares = float(np.dot(centred, centred))
-    slope = float(np.dot(centred, means)) / squares  # a window
-    rest = means - means.mean() - slope * centred
-    error = float(np.sqrt(np.dot(rest, rest) / (len(filled) - 2) / squares))
-    from scipy.special import stdtrit  # Student's t, inverse; by its own degrees of freedom
+    means = np.bincount(part_of_request, ttft, minlength=PARTS)[filled_parts] / counts[filled_parts]
+    centered = (filled_parts + 0.5) / PARTS
+    centered -= centered.mean()
+    squares = float(np.dot(centered, centered))
+    slope = float(np.dot(centered, means)) / squares  # seconds of TTFT per window
+    residuals = means - means.mean() - slope * centered
+    degrees = len(filled_parts) - 2  # of freedom
+    error = float(np.sqrt(np.dot(residuals, residuals) / degrees / squares))
+    from scipy.special import stdtrit  # inverse of Student's t distribution
 
-    if slope <= float(stdtrit(len(filled) - 2, 0.95)) * error:
+    if slope <= float(stdtrit(degrees, 0.95)) * error:
         return True
     if limit_seconds is None:
         return slope < float(means.mean())
@@ -101,8 +109,8 @@ def is_steady(
 
 
 def grows(first: float, last: float) -> bool:
-    """Whether mean requests in flight rose beyond a stable queue's wandering.
+    """Whether the number of requests in flight rose by more than it varies in a stable queue.
 
-    Of the first and the last third of a window.
+    `first`, `last`: its means in the first and in the last third of the window.
     """
     return last - first > 2.0 + 3.0 * math.sqrt(first + 1.0)

@@ -22,7 +22,7 @@ from crossover.serving.capacity.scheduler_settings import RequestedSettings, Sch
 from crossover.serving.capacity.simulated_capacity import PrefixReuse
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
-FORMAT_VERSION = 6  # goes up when what is written means something else
+FORMAT_VERSION = 6  # incremented when the meaning of what is written changes
 READABLE_VERSIONS = (5, FORMAT_VERSION)
 
 
@@ -41,29 +41,29 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     state: CapacityState
     confirmed_rate: float | None = None  # as offered, or as achieved where less was achieved
-    confirmed_seconds: float | None = None  # of the levels at that rate, together
+    confirmed_seconds: float | None = None  # total duration of the levels at that rate
     confirmed_requests: int | None = None
-    confirmed_attainment: float | None = None  # share of them that met the SLO, 0..1
-    starts: int = 0  # of the server, that the confirming levels (else all levels) ran on
+    confirmed_attainment: float | None = None  # share of these requests that met the SLO, 0..1
+    starts: int = 0  # starts of the server on which the confirming levels (else all levels) ran
     estimated_rate: float | None = None
     low: float | None = None
     high: float | None = None
-    # step_times: simulated from step times that this run measured; levels: between levels that met
-    # and that missed the SLO
+    # step_times: simulated from step times that this run measured; levels: interpolated between
+    # levels that met and levels that missed the SLO.
     method: Literal["step_times", "levels"] = "levels"
     steepness: float | None = None  # d ln rate / d ln step time, as a positive number
     factor: float | None = None  # by which the levels' steps took longer than the step-time model
-    # By how much the machine's step times moved while it was measured, 0.2: 20 %; None: not seen
+    # Relative change of the machine's step times during the run, 0.2: 20 %; None: no change seen.
     speed_moved: float | None = None
     reason: str = ""
-    confirm_seconds: float | None = None  # measuring that would confirm 0.8 x the estimate
-    # Conversations under way at `estimated_rate`, with users who read and think; None: no
-    # conversations
+    confirm_seconds: float | None = None  # of a level that would confirm 0.8 x the estimate
+    # Concurrent conversations at `estimated_rate`, including the think times of their users; None:
+    # the workload has no conversations.
     users: float | None = None
-    # `estimated_rate` if the server computed each conversation's history again; None: no
-    # conversations, or a server that does
+    # `estimated_rate` if the server computed each conversation's history again; None: the workload
+    # has no conversations, or the server does so.
     estimated_rate_without_reuse: float | None = None
-    advice: str = ""  # the SLO under which a wide interval would be sharp; "": none
+    advice: str = ""  # an SLO under which the interval would be narrow; "": none
 
     @property
     def is_confirmed(self) -> bool:
@@ -72,38 +72,41 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What was taken from the engine during a level; crossover.loadtests.levels.disturbance says
-    how."""
+    """CPU contention during a level: the CPU time that was taken from the engine
+    (crossover.loadtests.levels.disturbance has the formula)."""
 
-    share: float | None = None  # taken of the CPU time that it wanted, 0..1; None: not known
-    # What was taken, of the level's time: little where the engine hardly needs the CPU.
+    share: float | None = None  # taken share of the CPU time that it wanted, 0..1; None: not known
+    # Taken CPU time over the level's duration: small if the engine hardly needs the CPU.
     lost_share: float | None = None
-    who: str = ""  # took most, where the level is disturbed
+    who: str = ""  # who took most of it, if the level is disturbed
     is_disturbed: bool = False
-    counts: bool = False  # all the same: the campaign says so, or little was taken and it holds
+    # The level counts although it is disturbed: the campaign accepts that, or little was taken and
+    # the level met the SLO.
+    counts: bool = False
 
     @property
     def is_set_aside(self) -> bool:
-        """The level says nothing of the server."""
+        """Whether the level does not count, because it says nothing about the server."""
         return self.is_disturbed and not self.counts
 
 
 class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine's time went while it had work: seconds by its own clock, since it started."""
+    """How an engine spent its time while it had work, by its own clock, since it started."""
 
     steps: int
-    device_seconds: float  # the backend's, with the calls that start its kernels
-    # all others of a busy stretch: scheduling, sampling outside the backend, text, messages
+    device_seconds: float  # in the backend, including the calls that launch its kernels
+    # All other busy time: scheduling, sampling outside the backend, detokenizing, messages.
     host_seconds: float
 
     @property
     def host_share(self) -> float | None:
-        """Share of its busy time that the device waited for the host; None: no step."""
+        """Share of its busy time in which the device waited for the host; None: no step ran."""
         busy = self.device_seconds + self.host_seconds
         return self.host_seconds / busy if busy > 0 else None
 
     def since(self, before: EngineTime) -> EngineTime | None:
-        """From `before` to this; None where the counters began anew between them."""
+        """Return the difference from `before` to this; None: the engine was restarted between
+        them."""
         if self.steps < before.steps or self.device_seconds < before.device_seconds:
             return None
         return EngineTime(
@@ -114,7 +117,7 @@ class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=True):
-    """What a Crossover server said of its engine and its settings (/v1/placement); all None for
+    """The engine and settings that a Crossover server reports (/v1/placement); all None for
     another server."""
 
     name: str | None = None  # of the backend
@@ -122,9 +125,9 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     device_name: str | None = None  # the CPU or GPU that it runs on
     weight_format: str | None = None
     threads: int | None = None
-    prefix_reuse: str | None = None  # what it goes on from, in words
-    predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
-    command: str | None = None  # of an engine of others
+    prefix_reuse: str | None = None  # what the engine reuses, as a phrase
+    predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
+    command: str | None = None  # of another project's engine
 
 
 def _kind(name: str) -> str:
@@ -134,7 +137,7 @@ def _kind(name: str) -> str:
 class Event(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag=_kind
 ):
-    """What all events have."""
+    """The fields that all events have."""
 
     unix_seconds: float = msgspec.field(default_factory=time.time)
     cell: str | None = None  # Cell.key
@@ -142,11 +145,11 @@ class Event(
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """A sitting begins: the first, or one that goes on."""
+    """The run started, or was resumed."""
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Every cell is measured or skipped."""
+    """Every configuration is measured or skipped."""
 
 
 class Interrupted(Event, frozen=True, kw_only=True):
@@ -156,21 +159,22 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class CellStarted(Event, frozen=True, kw_only=True):
-    """A cell's part of a block is begun."""
+    """A configuration's part of a block began."""
 
     cell: str
     block: int = 1
-    until_seconds: float  # of measuring that it may have had, all its parts together, at the end
+    # Maximum measuring time of the configuration at the end of this part, over all its parts.
+    until_seconds: float
 
 
 class CellReady(Event, frozen=True, kw_only=True):
-    """The server answers."""
+    """The server of a configuration answers requests."""
 
     cell: str
     info: EngineInfo = EngineInfo()
     load_seconds: float | None = None
     synthetic: bool = False  # random weights
-    spec: ModelSpec | None = None  # of a model that the ladder does not have; None: not known
+    spec: ModelSpec | None = None  # shape of a model that is not of the ladder; None: not known
     url: str | None = None
     layout: dict[str, Any] | None = None  # crossover.loadtests.host.cpu_pinning.Layout
     # crossover.loadtests.load_generator.openai_endpoint.TargetFacts
@@ -178,12 +182,12 @@ class CellReady(Event, frozen=True, kw_only=True):
 
     @property
     def shared_cores(self) -> list[str]:
-        """Which processes share cores."""
+        """The processes that share cores."""
         return list((self.layout or {}).get("shared") or ())
 
     @property
     def endpoint_notes(self) -> list[str]:
-        """What the endpoint lacks."""
+        """Features that the endpoint lacks, as sentences."""
         return list((self.target or {}).get("notes") or ())
 
 
@@ -202,8 +206,8 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     cell: str
     backend: str
     weight_format: str
-    reason: str  # with what each of the others would hold, or why it cannot be chosen
-    threads: int | None = None  # chosen among several numbers; None: no other was tried
+    reason: str  # includes the estimated capacity of each other engine, or why it cannot be used
+    threads: int | None = None  # chosen among several numbers; None: only the default was tried
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
@@ -211,13 +215,12 @@ class Calibrated(Event, frozen=True, kw_only=True):
 
     cell: str
     spent_seconds: float
-    # None: none fits
-    step_times: StepTimeModel | None = None
-    policy: SchedulerSettings | None = None  # of the engine; of another server, as far as found
-    reused_share: float = 0.0  # of shared prefixes, how much the server found in its cache
-    # What it saved of the histories of conversations; None: the workload has none
+    step_times: StepTimeModel | None = None  # None: none fits
+    policy: SchedulerSettings | None = None  # of the engine; of another server, as far as known
+    reused_share: float = 0.0  # share of shared prefixes that the server found in its cache
+    # How much of the histories of conversations the server reused; None: no conversations.
     reuse: PrefixReuse | None = None
-    reasoning_share: float = 0.0  # of an answer's time, until its first token behind all reasoning
+    reasoning_share: float = 0.0  # share of an answer's duration before its first answer token
     reason: str = ""  # why there is no step-time model
 
 
@@ -244,23 +247,23 @@ class LevelStarted(Event, frozen=True, kw_only=True):
 
     @property
     def is_burst(self) -> bool:
-        """Of a calibration: the step-time model is made from its steps, and it says nothing of a
-        rate."""
+        """Whether this is a burst of the calibration, which has no rate: the step-time model is
+        fitted to its steps."""
         return self.rate_per_second is None and self.concurrency is None
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):
     cell: str
     level: str
-    due: int  # requests on record, those of the warm-up included
-    window_seconds: float  # as it came out
+    due: int  # requests on record, including those of the warm-up
+    window_seconds: float  # as measured
     spent_seconds: float = 0.0  # of the budget: start, warm-up, window and drain
-    is_valid: bool = True  # no serious warning but `Disturbed`
-    warnings: list[str] = []  # their codes
-    disturbance: Disturbance | None = None  # None: it was not watched
-    # of the whole level, warm-up and drain included; None: the server does not say
+    is_valid: bool = True  # no serious warning except `Disturbed`
+    warnings: list[str] = []  # codes of the warnings
+    disturbance: Disturbance | None = None  # None: not measured
+    # Of the whole level, including warm-up and drain; None: the server does not report it.
     engine_time: EngineTime | None = None
-    # of the busiest load generator process: at work, or ready for it and without a core
+    # Share of the time in which the busiest load generator process ran or waited for a core.
     generator_busy_share: float | None = None
 
 
@@ -268,22 +271,23 @@ class LevelAbandoned(Event, frozen=True, kw_only=True):
     cell: str
     level: str
     reason: str
-    spent_seconds: float = 0.0  # of the budget; a runner that was killed does not say
+    spent_seconds: float = 0.0  # of the budget; 0.0 if the runner was killed
 
 
 class Waited(Event, frozen=True, kw_only=True):
     """The campaign waited for a quiet machine."""
 
     cell: str
-    reason: str  # by whom it was disturbed
+    reason: str  # who disturbed it
     spent_seconds: float
 
 
 class NeverQuiet(Event, frozen=True, kw_only=True):
-    """The cell's patience was used up: no level was measured after it."""
+    """The configuration waited for a quiet machine as long as it may. No level was measured after
+    this."""
 
     cell: str
-    reason: str  # by whom the machine was disturbed
+    reason: str  # who disturbed the machine
 
 
 AnyEvent: Any = functools.reduce(operator.or_, Event.__subclasses__())  # every kind above
@@ -291,5 +295,5 @@ E = TypeVar("E", bound=Event)
 
 
 def of_kind(events: Iterable[Event], kind: type[E], cell: str | None = None) -> list[E]:
-    """The events of one kind, in order; of one cell, where one is named."""
-    return [e for e in events if isinstance(e, kind) and cell in (None, e.cell)]
+    """Return the events of one kind, in order. `cell`: only those of this configuration."""
+    return [event for event in events if isinstance(event, kind) and cell in (None, event.cell)]

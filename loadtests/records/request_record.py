@@ -1,4 +1,4 @@
-"""One request as it is written down: times, counts and errors, never a statistic.
+"""The record of one request: times, counts and errors, never a statistic.
 
     RequestRecord(cell="360m", level="360m#1.1", index=0, scheduled_seconds=0.5, ...)
 
@@ -14,7 +14,7 @@ import msgspec
 
 # gc=False: there are hundreds of thousands, without cycles.
 class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """One request, from the moment it was due to the moment its stream ended."""
+    """One request, from its scheduled time to the end of its stream."""
 
     cell: str  # Cell.key
     level: str  # LevelStarted.level: unique per attempt
@@ -22,19 +22,19 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     session: int | None = None  # the conversation that the request is a turn of
     turn: int | None = None  # 0.. within the session
     scheduled_seconds: float
-    sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
+    sent_seconds: float | None = None  # just before its first byte was sent; None: never sent
     first_content_seconds: float | None = None
-    first_answer_seconds: float | None = None  # first content that is no reasoning
+    first_answer_seconds: float | None = None  # first content that is not reasoning
     last_content_seconds: float | None = None
     ended_seconds: float | None = None
     content_seconds: list[float] = []  # when each content chunk arrived, first and last included
-    first_chunk_tokens: int | None = None  # where the server says so
+    first_chunk_tokens: int | None = None  # if the server counts tokens in every chunk
     requested_prompt_tokens: int | None = None
     requested_output_tokens: int | None = None
-    prompt_tokens: int | None = None  # as the server's usage counted
-    cached_tokens: int | None = None  # of the prompt, not computed again, as the server says
-    added_tokens: int | None = None  # of a turn's prompt: what the user added to the history
-    history_tokens: int | None = None  # of a turn's prompt: what the server saw in the turn before
+    prompt_tokens: int | None = None  # by the server's usage
+    cached_tokens: int | None = None  # prompt tokens from the server's cache, by its usage
+    added_tokens: int | None = None  # of a turn: prompt tokens that the user added to the history
+    history_tokens: int | None = None  # of a turn: prompt tokens that the server had seen before
     output_tokens: int | None = None
     status: int | None = None  # HTTP status; None: no answer
     error: str | None = None  # refused, http_500, timeout, connection, cut_off, stream_error ...

@@ -1,6 +1,6 @@
-"""The machine beside the load, as it is written down about once a second.
+"""Samples of the machine's resources during a load, taken about once a second.
 
-crossover.loadtests.host.resource_sampler reads it. Missing is None.
+crossover.loadtests.host.resource_sampler takes them. Missing is None.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-MAX_STRANGERS = 3  # that are named
+MAX_OTHER_PROCESSES = 3  # recorded by name
 
 
 class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -19,7 +19,7 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OtherProcess(msgspec.Struct, frozen=True):
-    """A process that is not ours, and its CPU time on the cores that are watched."""
+    """A process that is not Crossover's, and its CPU time on the engine's cores."""
 
     name: str
     pid: int
@@ -27,9 +27,10 @@ class OtherProcess(msgspec.Struct, frozen=True):
 
 
 class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The engine's cores since the reading before: CPU it wanted, CPU others had.
+    """The engine's cores since the sample before: the CPU time that the engine wanted, and the CPU
+    time that others had.
 
-    Seconds are of one core; sums over readings are those of a longer one.
+    CPU times are core seconds, so the sum over samples is that of a longer sample.
     crossover.loadtests.host.cpu_time_taken reads it.
     """
 
@@ -37,36 +38,40 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     busy_seconds: float | None = None  # CPU time of all the engine's threads
     work_seconds: float | None = None  # CPU time of its busiest thread
     stalled_seconds: float | None = None  # run-queue delay of the thread that waited longest
-    turns: int | None = None  # how often the thread that was put on a core most often was
-    ours_seconds: float | None = None  # CPU time of our other processes on these cores
-    # CPU time of the rest on these cores; tick counters may take it a little below zero
+    turns: int | None = None  # time slices of the thread that had the most
+    ours_seconds: float | None = None  # CPU time of Crossover's other processes on these cores
+    # CPU time of all other processes on these cores. Since the kernel's counters advance in ticks,
+    # it may be a little below zero.
     other_processes_seconds: float | None = None
-    steal_seconds: float | None = None  # of the core that lost most
-    throttled_seconds: float | None = None  # by the CPU quota of its control group
-    other_processes: list[OtherProcess] = []  # those with most CPU time
+    steal_seconds: float | None = None  # taken by the hypervisor from the core that lost most
+    throttled_seconds: float | None = None  # by the CPU quota of the engine's control group
+    other_processes: list[OtherProcess] = []  # those with the most CPU time
 
 
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The machine beside the load at one moment, in Unix seconds."""
+    """The machine at one moment of a load."""
 
     cell: str
     level: str | None = None
     unix_seconds: float
     engine: ProcessSample | None = None
     swap_used_bytes: int | None = None
-    gpu_memory_bytes: int | None = None  # used, by whomever
+    gpu_memory_bytes: int | None = None  # used by all processes
     gpu_watts: float | None = None
-    gpu_energy_joules: float | None = None  # a counter, since its driver was loaded
-    # why its clock is held down, idling left out; []: it is not, None: not told
+    gpu_energy_joules: float | None = None  # a counter that starts when the driver is loaded
+    # Reasons why the GPU's clock is throttled, except idling. []: it is not; None: not known.
     gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
     cores: CoresSample | None = None
 
 
 def busiest(other_processes: Iterable[OtherProcess]) -> list[OtherProcess]:
-    """One entry for each process, the busiest first, no more than MAX_STRANGERS."""
-    found: dict[int, OtherProcess] = {}
-    for one in other_processes:
-        before = found[one.pid].cpu_seconds if one.pid in found else 0.0
-        found[one.pid] = OtherProcess(one.name, one.pid, round(before + one.cpu_seconds, 4))
-    return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MAX_STRANGERS]
+    """Return the MAX_OTHER_PROCESSES with the most CPU time, the busiest first. CPU times of
+    entries with the same process ID are added."""
+    by_pid: dict[int, OtherProcess] = {}
+    for process in other_processes:
+        earlier_seconds = by_pid[process.pid].cpu_seconds if process.pid in by_pid else 0.0
+        cpu_seconds = round(earlier_seconds + process.cpu_seconds, 4)
+        by_pid[process.pid] = OtherProcess(process.name, process.pid, cpu_seconds)
+    ranked = sorted(by_pid.values(), key=lambda process: -process.cpu_seconds)
+    return ranked[:MAX_OTHER_PROCESSES]

@@ -322,9 +322,7 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     The truth is when the server had received the request and when it wrote each chunk, so that the
     client's delays in sending and receiving count as errors.
     """
-    answered = [
-        record for record in records if log.get(record.request_id or "", {}).get("chunks")
-    ]
+    answered = [record for record in records if log.get(record.request_id or "", {}).get("chunks")]
     rows = [Row(world, "answers", len(log), len(answered), 0)]
     timed = [record for record in answered if record.scheduled_seconds >= WARM_UP_SECONDS]
     if not timed:
@@ -461,9 +459,7 @@ def capacity_rows(
     if result.low is not None and result.high is not None:
         contains_truth = result.low <= max_rate and min_rate <= result.high
         note = f"{'' if contains_truth else 'wrong '}interval {result.low:.3g} to {result.high:.3g}"
-    max_error = max(
-        MAX_CAPACITY_ERROR * true_rate, max_rate * (1 + MAX_CAPACITY_ERROR) - true_rate
-    )
+    max_error = max(MAX_CAPACITY_ERROR * true_rate, max_rate * (1 + MAX_CAPACITY_ERROR) - true_rate)
     max_confirmed = max_rate * (1 + MAX_CONFIRMED_EXCESS)
     return [
         Row(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
