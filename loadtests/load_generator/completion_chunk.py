@@ -1,11 +1,11 @@
-"""One event of a streamed completion, in the dialects of the servers that speak OpenAI's API.
+"""One event of a streamed completion, as the various servers with OpenAI's API write it.
 
     chunk = read_chunk(b'{"choices":[{"delta":{"content":"a"}}]}')
     chunk.choices[0].delta.shows, chunk.usage, words_of(chunk.error)
 
-The rule: what OpenAI's own client reads without an error is no failure. Fields that are null, empty
-or missing carry nothing. `decode_chunk` reads nearly all events in one step, and refuses those with
-a field of another type; `read_chunk` reads these as well, more slowly.
+The rule: what OpenAI's own client reads without an error is not a failure. A field that is null,
+empty or missing means nothing. `decode_chunk` is fast and reads nearly all events, but raises an
+error if a field has another type. `read_chunk` reads these events too, more slowly.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 import msgspec
 
-MAX_WORDS = 500  # characters of a server's words that are kept
+MAX_WORDS = 500  # characters of a server's error message that are kept
 _ERROR_KEYS = ("error", "errors", "error_message", "error_msg")
 _WORD_KEYS = ("message", "detail", "details", "msg", "status_msg", "title")
 _MESSAGE_KEYS = (*_ERROR_KEYS, *_WORD_KEYS, "reason")
 _CODE_KEYS = ("code", "status_code", "status")
-# What describes a part of a message without being any of it. OpenRouter sends parts of reasoning
-# that hold only a format or a signature.
+# Keys that describe a part of a message but have no content. OpenRouter sends parts of reasoning
+# with nothing but a format or a signature.
 _PLACE_KEYS = frozenset(("type", "index", "id", "role", "name_index", "format", "signature"))
 _OPEN_TAG, _CLOSE_TAG = "<think>", "</think>"
-MAX_BLANKS = 16  # characters before <think>
+MAX_BLANKS = 16  # whitespace characters that may precede <think>
 _THINKING_TYPES = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What a chunk adds to a chat answer. Any of it may be text, a list of parts, or null."""
+    """What a chunk adds to a chat answer. Each field may be a text, a list of parts, or null."""
 
     content: Any = None
     reasoning_content: Any = None
@@ -46,27 +46,28 @@ class Delta(msgspec.Struct, gc=False):
 
     @property
     def shows(self) -> bool:
-        """Whether a reader sees anything of it."""
+        """Whether it has any content that a reader would see."""
         return any(shows(getattr(self, name)) for name in self.__struct_fields__)
 
     @property
     def acts(self) -> bool:
-        """Whether it answers by other things than text: a call, a refusal, sound, a picture."""
-        others = (self.tool_calls, self.refusal, self.function_call, self.audio, self.images)
+        """Whether it answers by something other than text: a tool call, a refusal, sound or a
+        picture."""
+        fields = (self.tool_calls, self.refusal, self.function_call, self.audio, self.images)
         parts = self.content if isinstance(self.content, list) else ()
-        return any(map(shows, others)) or any(map(_is_picture, parts))
+        return any(map(shows, fields)) or any(map(_is_picture, parts))
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One of the answers of a chunk. `text` is of /v1/completions, `delta` of chats, `message` of
-    servers that stream it in place of `delta`.
+    """One choice of a chunk. /v1/completions sends `text`, and the chat route `delta`; some servers
+    send `message` instead of `delta`.
     """
 
     text: Any = None
     delta: Delta | None = None
     message: Delta | None = None
     finish_reason: Any = None
-    error: Any = None  # where OpenRouter puts what a provider said
+    error: Any = None  # OpenRouter: the error of a provider
 
 
 class PromptDetails(msgspec.Struct, gc=False):
@@ -86,7 +87,7 @@ class Usage(msgspec.Struct, gc=False):
         return None if details is None else details.cached_tokens
 
     def over(self, earlier: Usage) -> Usage:
-        """These counts, and earlier ones where there are none."""
+        """Return these counts, completed with earlier ones."""
         prompt, answer, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
         return Usage(
             earlier.prompt_tokens if prompt is None else prompt,
@@ -96,75 +97,81 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Chunk(msgspec.Struct, gc=False):
-    """What is read of one event of /v1/completions or /v1/chat/completions."""
+    """One event of /v1/completions or /v1/chat/completions."""
 
     choices: tuple[Choice, ...] | None = None
     usage: Usage | None = None
     error: Any = None
-    x_groq: Any = None  # counts, or why Groq stopped a stream early
+    x_groq: Any = None  # Groq: token counts, or why a stream was stopped early
 
 
 decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 class ReasoningWatch:
-    """Tells where the answer of a stream begins: behind reasoning in fields of its own, in parts of
-    a list, or between <think> and </think> at the start of the text.
+    """Finds where the answer of a stream begins, behind its reasoning. Reasoning comes in fields of
+    its own, in parts of a list, or between <think> and </think> at the start of the text.
+
+    `keeps_text`: collect the pieces of the answer in `texts`.
     """
 
     def __init__(self, *, keeps_text: bool = False) -> None:
-        self.texts: list[str] | None = [] if keeps_text else None  # pieces of the answer
-        self._opening: str | None = ""  # of the text, until it is known what it is; None: answer
-        self._has_reasoned = self._is_inside = False
+        self.texts: list[str] | None = [] if keeps_text else None
+        # Start of the text that may still become <think> or </think>; None: the answer has begun.
+        self._opening: str | None = ""
+        self._has_reasoned = False
+        self._is_in_tags = False
 
     def reads_answer(self, chunk: Chunk) -> bool:
-        """Whether a chunk holds some of the answer itself. All chunks with content are given."""
-        found = False
+        """Whether a chunk contains a part of the answer. Call it with every chunk with content, in
+        order."""
+        has_answer = False
         for choice in chunk.choices or ():
             delta = choice.delta or choice.message
             text = text_of(choice.text)
             if delta is not None:
                 text = text_of(delta.content) or text
             if delta is not None:
-                found = found or delta.acts
+                has_answer = has_answer or delta.acts
                 self._has_reasoned = self._has_reasoned or (not text and not delta.acts)
             text = self._behind_tags(text) if text else ""
             if text and self.texts is not None:
                 self.texts.append(text)
-            # Between reasoning and answer stand blank lines.
-            found = found or bool(text.strip() if self._has_reasoned else text)
-        return found
+            # Blank lines between reasoning and answer are not a part of the answer.
+            has_answer = has_answer or bool(text.strip() if self._has_reasoned else text)
+        return has_answer
 
     def _behind_tags(self, text: str) -> str:
-        """What of the text is answer."""
+        """Return the part of a piece of text that is behind <think> and </think>."""
         if self._opening is None:
             return text
         opening = self._opening + text
-        if not self._is_inside:
+        if not self._is_in_tags:
             opening = opening.lstrip() if len(opening) <= MAX_BLANKS else opening
-            if opening in _OPEN_TAG[: len(opening)]:  # blank, or not yet known
+            if opening in _OPEN_TAG[: len(opening)]:  # blank, or a start of the tag
                 self._opening = opening
                 return ""
             if not opening.startswith(_OPEN_TAG):
                 self._opening = None
                 return opening
-            self._is_inside = self._has_reasoned = True
-        _, tag, rest = opening.partition(_CLOSE_TAG)
-        self._opening = None if tag else opening[-len(_CLOSE_TAG) :]
-        return rest
+            self._is_in_tags = self._has_reasoned = True
+        _, close_tag, answer = opening.partition(_CLOSE_TAG)
+        self._opening = None if close_tag else opening[-len(_CLOSE_TAG) :]
+        return answer
 
 
 def read_chunk(data: bytes) -> Chunk | None:
-    """The chunk in an event's data; None: it carries nothing. Raises ValueError: no JSON."""
+    """Return the chunk in an event's data; None: it has no content. Raises ValueError if the data
+    is not JSON."""
     event = read_json(data)
-    if isinstance(event, list):  # as Gemini's API writes errors
-        event = next((one for one in event if isinstance(one, dict) and is_error(one)), None)
+    if isinstance(event, list):  # Gemini's API writes errors as a list
+        errors = (item for item in event if isinstance(item, dict) and is_error(item))
+        event = next(errors, None)
     if not isinstance(event, dict):
         return None
-    listed = event.get("choices")
-    choices = [_choice(one) for one in _list(listed) if isinstance(one, dict)]
+    choices = [_choice(item) for item in _list(event.get("choices")) if isinstance(item, dict)]
     error = event.get("error")
-    if isinstance(error, int | float) and error:  # `true` or a code, beside the words
+    if isinstance(error, int | float) and error:  # `true` or a code; the message is beside it
         error = event
     if not error and not choices and is_error(event):
         error = event
@@ -172,9 +179,8 @@ def read_chunk(data: bytes) -> Chunk | None:
 
 
 def read_json(data: bytes) -> Any:
-    """As Python's json reads it, which OpenAI's client uses: NaN and lone surrogates are taken.
-
-    Raises ValueError.
+    """Return a JSON value as read by Python's json, which OpenAI's client uses: it accepts NaN and
+    lone surrogates. Raises ValueError.
     """
     try:
         return json.loads(data)
@@ -183,18 +189,19 @@ def read_json(data: bytes) -> Any:
 
 
 def shows(value: Any) -> bool:
-    """Whether a reader sees anything of a text, a list of parts, or a call."""
+    """Whether a text, a list of parts or a tool call has content that a reader would see."""
     if isinstance(value, str):
         return bool(value)
     if isinstance(value, list):
         return any(map(shows, value))
     if isinstance(value, dict):
-        return any(shows(one) for key, one in value.items() if key not in _PLACE_KEYS)
+        return any(shows(item) for key, item in value.items() if key not in _PLACE_KEYS)
     return False
 
 
 def text_of(value: Any) -> str:
-    """The answer's text in a message's content: a text, or those parts of a list."""
+    """Return the text in a message's content, which may be a text or a list of parts; thinking is
+    left out."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -205,22 +212,26 @@ def text_of(value: Any) -> str:
 
 
 def usage_of_event(data: bytes) -> Usage | None:
-    """Token counts of an event in any spelling and place; None: there are none."""
+    """Return the token counts of an event, wherever and under whatever names the server writes
+    them; None: there are none."""
     try:
         event = read_json(data)
-    except ValueError:  # in a field that nobody needed so far
+    except ValueError:  # in a part that decode_chunk skipped
         return None
     if not isinstance(event, dict):
         return None
-    choices = [one for one in _list(event.get("choices")) if isinstance(one, dict)]
+    choices = [item for item in _list(event.get("choices")) if isinstance(item, dict)]
     groq = event.get("x_groq")
-    places = [event.get("usage"), groq.get("usage") if isinstance(groq, dict) else None]
-    places += [choice.get("usage") for choice in choices]  # Moonshot
-    found = [usage for place in places if (usage := _usage_of(place)) is not None]
-    return found[0] if found else _usage_of_timings(event.get("timings"))
+    usage_fields = [event.get("usage"), groq.get("usage") if isinstance(groq, dict) else None]
+    usage_fields += [choice.get("usage") for choice in choices]  # Moonshot
+    for field in usage_fields:
+        if (usage := _usage_of(field)) is not None:
+            return usage
+    return _usage_of_timings(event.get("timings"))
 
 
 def _usage_of(value: Any) -> Usage | None:
+    """Return the token counts in a `usage` field; None: there are none."""
     if not isinstance(value, dict):
         return None
     details = value.get("prompt_tokens_details") or value.get("input_tokens_details")
@@ -228,23 +239,23 @@ def _usage_of(value: Any) -> Usage | None:
     prompt = _count(value, "prompt_tokens", "input_tokens")
     answer = _count(value, "completion_tokens", "output_tokens")
     cached = _count({"": cached, **value}, "", "prompt_cache_hit_tokens", "cache_read_input_tokens")
-    if not prompt and not answer:  # some servers write zeros for what they did not count
+    if not prompt and not answer:  # some servers write zeros if they do not count tokens
         return None
     return Usage(prompt, answer, PromptDetails(cached))
 
 
 def _usage_of_timings(timings: Any) -> Usage | None:
-    """What llama-server counts in `timings`, where it gives no usage."""
+    """Return the token counts in llama-server's `timings`, for events without usage."""
     if not isinstance(timings, dict):
         return None
-    read, cached = _count(timings, "prompt_n"), _count(timings, "cache_n")
+    processed, cached = _count(timings, "prompt_n"), _count(timings, "cache_n")
     answer = _count(timings, "predicted_n")
-    prompt = None if read is None else read + (cached or 0)
+    prompt = None if processed is None else processed + (cached or 0)
     return None if answer is None else Usage(prompt, answer, PromptDetails(cached))
 
 
 def is_error(event: dict[str, Any]) -> bool:
-    """Whether an object without choices is an error that does not say so by an `error` key."""
+    """Whether an object without choices is an error, in whatever form the server writes it."""
     kinds = (event.get("object"), event.get("type"))
     if any(map(event.get, _ERROR_KEYS)) or any(
         isinstance(kind, str) and kind.lower().endswith("error") for kind in kinds
@@ -260,32 +271,32 @@ def is_error(event: dict[str, Any]) -> bool:
 
 
 def _is_error_code(code: Any, key: str) -> bool:
-    """Whether a code, as a number or a word, stands for a failure."""
+    """Whether a code, a number or a word, stands for a failure."""
     if isinstance(code, str) and code.strip().isdecimal():
         code = int(code.strip()[:9])
     if isinstance(code, int) and not isinstance(code, bool):
-        return code >= 400 or (key == "code" and 0 < code < 100)  # HTTP's; gRPC's
+        return code >= 400 or (key == "code" and 0 < code < 100)  # an HTTP status; a gRPC code
     words = code.lower() if isinstance(code, str) else ""
     return words.startswith(("error", "fail")) or words.endswith(("error", "exceeded", "failed"))
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can carry it: JSON may hold half of a surrogate pair."""
+    """Whether a text can be encoded in UTF-8. JSON may contain half of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def words_of(error: Any) -> str:
-    """A server's own words in an error, whatever form that has."""
+    """Return the server's message in an error, whatever the form of the error."""
     return printable_words(_words_of(error))
 
 
 def printable_words(text: str) -> str:
-    """Words that a record can carry."""
+    """Return a message as records have it: at most MAX_WORDS characters, and valid UTF-8."""
     return text.strip()[:MAX_WORDS].encode("utf-8", "replace").decode()
 
 
 def words_of_event(data: bytes) -> str:
-    """The same of an event that has an error."""
+    """Return the server's message in an event that has an error."""
     try:
         chunk = read_chunk(data)
     except ValueError:
@@ -296,7 +307,7 @@ def words_of_event(data: bytes) -> str:
 
 
 def words_of_body(body: bytes) -> str:
-    """The same of a body, which may be JSON, an event, text or a page."""
+    """Return the server's message in a response body, which may be JSON, an event, text or HTML."""
     for text in (body, *(line[5:] for line in body.splitlines() if line.startswith(b"data:"))):
         try:
             return words_of(read_json(text))
@@ -319,20 +330,20 @@ def _words_of(error: Any) -> str:
     return json.dumps(error)
 
 
-def _choice(given: dict[str, Any]) -> Choice:
+def _choice(fields: dict[str, Any]) -> Choice:
     return Choice(
-        given.get("text"),
-        _delta(given.get("delta")),
-        _delta(given.get("message")),
-        given.get("finish_reason"),
-        given.get("error"),
+        fields.get("text"),
+        _delta(fields.get("delta")),
+        _delta(fields.get("message")),
+        fields.get("finish_reason"),
+        fields.get("error"),
     )
 
 
-def _delta(given: Any) -> Delta | None:
-    if not isinstance(given, dict):
+def _delta(fields: Any) -> Delta | None:
+    if not isinstance(fields, dict):
         return None
-    return Delta(*(given.get(name) for name in Delta.__struct_fields__))
+    return Delta(*(fields.get(name) for name in Delta.__struct_fields__))
 
 
 def _is_picture(part: Any) -> bool:
@@ -342,13 +353,14 @@ def _is_picture(part: Any) -> bool:
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a list as it is, an object as a list of one, and anything else as []."""
     if isinstance(value, dict):
         return [value]
     return value if isinstance(value, list) else []
 
 
 def _count(counts: dict[str, Any], *names: str) -> int | None:
-    """The first of these that is a count: 8, 8.0 or "8"."""
+    """Return the first of these fields that is a count, such as 8, 8.0 or "8"; None: none is."""
     for name in names:
         value = counts.get(name)
         if isinstance(value, str) and value.strip().isdecimal():

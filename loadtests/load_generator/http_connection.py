@@ -3,10 +3,11 @@
     pool = connect("http://127.0.0.1:8000")
     status, headers, body = fetch(pool, get_bytes(pool, "/v1/models"))
 
-A greenlet sends its request in one piece and is woken once, when the answer is whole. Meanwhile
-the loop calls `Connection._readable`: bytes are taken from the kernel, stamped, and parsed some
-pieces later (httptools), at the end of the answer at the latest. A body has a length, comes in
-chunks, or ends with its connection (RFC 9112, 6.3). Works inside Locust and outside it.
+A greenlet sends its request in one piece and is woken once, when the response is complete.
+Meanwhile the event loop calls `Connection._readable`, which reads bytes from the kernel and stamps
+them. They are parsed (by httptools) several pieces later, at the latest at the end of the response.
+A body has a length, comes in chunks, or ends with its connection (RFC 9112, 6.3). Works inside
+Locust and outside it.
 """
 
 from __future__ import annotations
@@ -29,55 +30,56 @@ from gevent.hub import Hub, Waiter
 
 from crossover.loadtests.errors import TargetUnusable
 
-# Ctrl-C ends the program with a sentence; gevent would print a traceback before it.
+# Ctrl-C ends the program with one sentence; gevent would print a traceback before it.
 Hub.NOT_ERROR = (*Hub.NOT_ERROR, KeyboardInterrupt)
 
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 CONNECT_SECONDS = 30.0
-MAX_BYTES = 64 << 20  # of one answer; more ends the connection
-LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
-_buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
+MAX_BYTES = 64 << 20  # of one response; more ends the connection
+MAX_UNPARSED_PIECES = 16  # pieces are parsed together, which is cheaper
+_buffer = bytearray(1 << 18)  # shared by all connections: each read is parsed or copied at once
 _view = memoryview(_buffer)
-# Bytes of a path that stay as they are: RFC 3986's pchar and slash, and what is encoded already.
+# Bytes of a path that are not encoded: RFC 3986's pchar and slash, and what is encoded already.
 _PATH_BYTES = "/%:@!$&'()*+,;=~-._"
-_ROUTES = ("/chat/completions", "/completions", "/models")  # URLs are copied with them at their end
-# A response's syntax that other clients (h11, curl) read too. Danger is for servers, whose framing
-# a proxy may see in another way; a client believes its server.
+_ROUTES = ("/chat/completions", "/completions", "/models")  # removed from the end of a given URL
+# Deviations in a response's syntax that other clients (h11, curl) accept too. They are dangerous
+# only for servers behind a proxy, which may see other message boundaries.
 _LENIENT = {
     "lenient_chunked_length": True,
     "lenient_optional_cr_before_lf": True,
     "lenient_spaces_after_chunk_size": True,
 }
 _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
-# How far an answer has come. FLOWING: chunks follow that may be parsed later.
+# States of a response. _FLOWING: the following chunks may be parsed later.
 _AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
 
 
 class Connection:
-    """One connection, kept between requests. Its parser's callbacks are its own `on_*` methods."""
+    """One connection, kept between requests. The parser calls its `on_*` methods."""
 
     def __init__(self, sock: Any) -> None:
-        """`sock` does not block: one of the system's, or of gevent's with TLS."""
-        self.is_unanswered = False  # the server closed it before the first byte of an answer
-        self._trouble: OSError | None = None  # why it is over
+        """`sock`: a non-blocking socket of the standard library, or one of gevent with TLS."""
+        self.is_unanswered = False  # the server closed it before the first byte of a response
+        self._trouble: OSError | None = None  # why the connection ended
         self._sock = sock
         self._parser = httptools.HttpResponseParser(self)
         self._parser.set_dangerous_leniencies(**_LENIENT)
-        self._reader: Any = None  # of the answer on its way; None: idle
+        self._reader: Any = None  # reads the current response; None: idle
         self._waiter: Any = None
-        self._unread: list[tuple[float, bytes]] = []  # stamped pieces, to be parsed later
-        self._received = 0.0  # when the bytes that are parsed now left the kernel
+        self._unread: list[tuple[float, bytes]] = []  # stamped pieces that are not parsed yet
+        self._received = 0.0  # when the bytes that are being parsed were read from the kernel
         self._watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
         self._watcher.start(self._readable)
 
     def exchange(self, wire: bytes, reader: Any) -> bool:
-        """Send, and return when the answer is whole. Raises OSError, and what is thrown in.
+        """Send a request, wait for the complete response, and return whether the connection can be
+        used again. Raises OSError, and whatever is raised in the waiting greenlet.
 
-        The event loop calls reader.head(status, headers), then reader.body(data, received) for
-        each piece, with the time on `clock` at which it left the kernel; true: more may wait.
-        `reader.is_done`: nothing more is expected of a body that ends with its connection.
-        False: the connection is closed and takes no other request.
+        The event loop calls reader.head(status, headers), then reader.body(data, received) for each
+        piece, with the time on `clock` at which it was read from the kernel. `body` returns whether
+        further pieces may be parsed later. `reader.is_done`: nothing more is expected of a body
+        that ends with its connection.
         """
         self._state = _AWAITED
         self._headers: list[tuple[bytes, bytes]] = []
@@ -119,13 +121,13 @@ class Connection:
             try:
                 count = self._sock.send(memoryview(wire)[sent:] if sent else wire)
             except BlockingIOError:
-                count = 0  # as TLS says it
+                count = 0  # a TLS socket raises this instead
             sent += count
             if not count:
                 gevent.socket.wait_write(self._sock.fileno())
 
     def _readable(self) -> None:
-        """The event loop's callback: bytes are here, or the connection's end."""
+        """Read bytes or the end of the connection. The event loop calls this."""
         try:
             count = self._sock.recv_into(_buffer)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -145,10 +147,11 @@ class Connection:
             self._end(ConnectionError(f"the response has more than {MAX_BYTES} bytes"))
             return
         try:
-            if self._state == _FLOWING and len(self._unread) < LATER:
+            if self._state == _FLOWING and len(self._unread) < MAX_UNPARSED_PIECES:
                 piece = bytes(_view[:count])
                 self._unread.append((now, piece))
-                # An answer ends so; where that came in two reads, the second is shorter.
+                # A chunked body ends with these bytes; if they came in two reads, the second is
+                # shorter than 4 bytes.
                 if count < 4 or piece.endswith(b"\r\n\r\n"):
                     self._parse_unread()
             else:
@@ -156,14 +159,15 @@ class Connection:
                 self._received = now
                 self._parser.feed_data(_view[:count])
         except _NO_HTTP as problem:
-            why = problem.__context__ or problem
-            self._end(ConnectionError(f"the response is not valid HTTP: {why}"))
+            cause = problem.__context__ or problem
+            self._end(ConnectionError(f"the response is not valid HTTP: {cause}"))
             return
         if self._state == _WHOLE and self._waiter is not None:
             self._waiter.switch(None)
 
     def _closed(self) -> None:
-        """The server closed the connection: an error, or the end of a body without a length."""
+        """Handle a connection that the server closed: the end of a body without a length, or an
+        error."""
         if self._state == _HEADED and self._ends_with_connection:
             self._watcher.stop()
             self._state = _WHOLE
@@ -174,7 +178,7 @@ class Connection:
         self._end(ConnectionResetError(f"the server closed the connection {place}"))
 
     def _parse_unread(self) -> None:
-        """Parses what was put aside, each piece with its own stamp."""
+        """Parse the pieces that were put aside, each with its own stamp."""
         if self._unread:
             unread = self._unread
             self._unread = []
@@ -182,13 +186,13 @@ class Connection:
                 self._parser.feed_data(data)
 
     def _end(self, problem: OSError) -> None:
-        """The connection is over, by the server's doing or by an error."""
+        """End the exchange with an error."""
         self._watcher.stop()
         self._trouble = problem
         if self._waiter is not None:
             self._waiter.switch(None)
 
-    # httptools calls these, while an answer is read.
+    # httptools calls these methods while it parses a response.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
@@ -228,10 +232,11 @@ class Pool:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """`url`: "http://host:8000", "http://host:8000/v1" or "http://host/v3". Opens nothing yet.
+        """`url`: "http://host:8000", "http://host:8000/v1" or "http://host/v3". No connection is
+        opened yet.
 
-        Raises TargetUnusable for a URL that is none or holds a password, which a run would keep,
-        and for a key that a header cannot carry.
+        Raises TargetUnusable if the URL is not valid or contains a password, which the run folder
+        would record, or if the key has characters that a header cannot carry.
         """
         url = url.strip()
         try:
@@ -261,7 +266,7 @@ class Pool:
             self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.load_default_certs()
         if ":" in host:
-            host = host.replace("%25", "%", 1)  # before its zone, which only this machine knows
+            host = host.replace("%25", "%", 1)  # the zone of an IPv6 address follows
         place = f"[{host.partition('%')[0]}]" if ":" in host else host
         self.host = f"{parts.scheme}://{place}:{port}"  # for messages
         path = parts.path.rstrip("/")
@@ -271,32 +276,34 @@ class Pool:
         lines = [f"Host: {place}:{port}", "User-Agent: crossover", "Accept-Encoding: identity"]
         lines += [] if api_key is None else [f"Authorization: Bearer {api_key}"]
         self.headers = "".join(f"{line}\r\n" for line in lines)
-        self.idle: list[Connection] = []  # the one used last is used next
+        self.idle: list[Connection] = []  # the most recently used one is used next
         self._address = host, port
-        self._peer: tuple[int, Any] | None = None  # family and place of the first connection
+        self._peer: tuple[int, Any] | None = None  # family and address of the first connection
 
     def path_of(self, path: str) -> str:
-        """A path as it is requested: "/v1/models" is OpenAI's, and lies below `base`; all others,
-        such as "/metrics", are the host's.
+        """Return a path as it is requested. Routes of OpenAI's API, such as "/v1/models", are below
+        `base`; all others, such as "/metrics", are those of the host.
         """
         return self.base + path[3:] if path.startswith("/v1/") else path
 
     def exchange(self, wire: bytes, reader: Any) -> None:
-        """One request over an idle connection or a new one, to its end. Raises OSError.
+        """Send one request over an idle connection or a new one, and read the response to its end.
+        Raises OSError.
 
-        Some servers close a connection that they said to keep (llama-server after each stream): a
-        request that met its end unanswered is sent once more, over a new one (RFC 9112, 9.3.1).
+        Some servers close a connection that they promised to keep (llama-server does after each
+        stream). A request that the server did not answer for that reason is sent once more over a
+        new connection (RFC 9112, 9.3.1).
         """
-        was_kept = bool(self.idle)
-        connection = self.idle.pop() if was_kept else self._open()
+        is_reused = bool(self.idle)
+        connection = self.idle.pop() if is_reused else self._open()
         try:
-            may_keep = connection.exchange(wire, reader)
+            is_reusable = connection.exchange(wire, reader)
         except OSError:
-            if not (was_kept and connection.is_unanswered):
+            if not (is_reused and connection.is_unanswered):
                 raise
             connection = self._open()
-            may_keep = connection.exchange(wire, reader)
-        if may_keep:
+            is_reusable = connection.exchange(wire, reader)
+        if is_reusable:
             self.idle.append(connection)
 
     def close(self) -> None:
@@ -310,18 +317,19 @@ class Pool:
         self.close()
 
     def _open(self) -> Connection:
-        if self._peer is None:  # its name is resolved once
+        """Open a connection. Raises OSError."""
+        if self._peer is None:  # the host's name is resolved once
             sock = gevent.socket.create_connection(self._address, CONNECT_SECONDS)
             self._peer = sock.family, sock.getpeername()
         else:
             sock = gevent.socket.socket(self._peer[0], socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_SECONDS)
-            sock.connect(self._peer[1])  # nothing to do for the first
+            sock.connect(self._peer[1])  # does nothing for the first, which is connected
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])
-            else:  # the system's own: a call less for each piece
+            else:  # a socket of the standard library needs one call less for each piece
                 sock = gevent.monkey.get_original("socket", "socket")(fileno=sock.detach())
             sock.setblocking(False)
         except ssl.SSLCertVerificationError as problem:
@@ -340,19 +348,19 @@ connect = Pool
 
 
 def ascii_host(host: str) -> str:
-    """A host as DNS, TLS and a header take it: IDNA for names in other alphabets.
+    """Return a host as DNS, TLS and a header need it: names in other alphabets in IDNA.
 
-    Raises ValueError for one that no request can carry.
+    Raises ValueError for a host that no request can carry.
     """
-    if ":" not in host:  # an address of IPv6 has no labels
-        host = host.encode("idna").decode()  # of ASCII too: labels that are empty or too long
+    if ":" not in host:  # an IPv6 address has no labels
+        host = host.encode("idna").decode()  # also refuses labels that are empty or too long
     if not re.fullmatch(r"[!-~]*", host):
         raise ValueError("a host holds no spaces and no control characters")
     return host
 
 
 def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
-    """The whole request as it goes over the wire: made before the level starts."""
+    """Return a POST request with `body` as JSON, as it goes over the wire."""
     payload = msgspec.json.encode(body)
     head = (
         f"POST {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}"
@@ -362,11 +370,12 @@ def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
 
 
 def get_bytes(pool: Pool, path: str) -> bytes:
+    """Return a GET request as it goes over the wire."""
     return f"GET {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
 
 
-class _Whole:
-    """A Reader that keeps everything."""
+class _WholeResponse:
+    """A reader for Connection.exchange that keeps the whole response."""
 
     is_done = False  # before the end of the body
 
@@ -386,8 +395,9 @@ class _Whole:
 def fetch(
     pool: Pool, wire: bytes, timeout_seconds: float = 30.0
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of a plain request. Raises TargetUnusable."""
-    reader = _Whole()
+    """Send a request and return the status, headers and body of the response. Raises
+    TargetUnusable if there is none within `timeout_seconds`."""
+    reader = _WholeResponse()
     try:
         with gevent.Timeout(timeout_seconds):
             pool.exchange(wire, reader)

@@ -2,16 +2,17 @@
 
     pool = connect("http://127.0.0.1:8000")
     wire = post_bytes(pool, "/v1/completions", body)
-    asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
-    record = stream(pool, wire, asked, origin=clock(), timeout_seconds=60)
+    unsent = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
+    record = stream(pool, wire, unsent, origin=clock(), timeout_seconds=60)
 
-The clock of a request starts when it was **due**. Every piece of the answer is stamped when its
-bytes left the kernel, before it is parsed, so chunks that arrived together carry one time.
+Latencies count from the scheduled time of a request. Each piece of the answer is stamped when its
+bytes are read from the kernel, before it is parsed, so chunks that arrived together have the same
+time.
 
-A chunk is content when a reader sees something of it (text, reasoning, a part of a list, a tool
-call) or, where the server counts as it goes, when its count has grown; role, usage and `[DONE]` are
-not content. An answer has ended well with [DONE] or with a finish reason of OpenAI's API. It has
-failed with an error of whatever form, whose words are kept.
+A chunk is content if a reader would see something of it (text, reasoning, a part of a list, a tool
+call) or, if the server counts tokens in every chunk, if the count has grown. Role, usage and
+`[DONE]` are not content. An answer is complete with [DONE] or with a finish reason of OpenAI's API.
+It has failed if there is an error in any form; the server's message is recorded.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ from crossover.loadtests.load_generator.completion_chunk import (
 from crossover.loadtests.load_generator.http_connection import Pool, clock
 from crossover.loadtests.records.request_record import RequestRecord
 
-MAX_STRAY_BYTES = 8192  # of a refusal, or of what belongs to no event: its words are in them
+MAX_STRAY_BYTES = 8192  # kept of an error response, and of lines that belong to no event
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
-# As vLLM and SGLang, OpenRouter and DeepSeek say that an answer was given up.
+# Finish reasons of vLLM, SGLang, OpenRouter and DeepSeek for an answer that was aborted.
 FAILURE_REASONS = frozenset(
     ("abort", "canceled", "cancelled", "failed", "timeout", "insufficient_system_resource")
 )
 
 
 def is_failure(reason: str | None) -> bool:
-    """Whether a finish reason says that an answer was given up."""
+    """Whether a finish reason says that the server aborted the answer."""
     name = (reason or "").lower()
     return name in FAILURE_REASONS or name.endswith("error")
 
 
 class GaveUp(BaseException):
-    """Thrown into a request that is still on its way when the drain time is over."""
+    """Raised in the greenlet of a request that is still in flight when the drain time is over."""
 
 
 class Answer(msgspec.Struct):
-    """What has come back so far: the connection's Reader."""
+    """The response so far, as read from the connection (a reader of Connection.exchange)."""
 
     status: int | None = None
-    contents: list[float] = []  # stamps of content, on `clock`
-    first_answer: float | None = None  # stamp of the first content that is no reasoning
+    contents: list[float] = []  # arrival times of content chunks, on `clock`
+    first_answer: float | None = None  # arrival time of the first content that is not reasoning
     first_chunk_tokens: int | None = None
     usage: Usage | None = None
     finish_reason: str | None = None
@@ -71,20 +72,21 @@ class Answer(msgspec.Struct):
     error_message: str | None = None
     backend: str | None = None
     request_id: str | None = None
-    location: str | None = None  # where a redirection points to
-    encoding: str | None = None  # of a body that is compressed, though that was not asked for
-    received: float = 0.0  # when the last piece left the kernel
+    location: str | None = None  # target of a redirect
+    encoding: str | None = None  # of a body that is compressed although that was not requested
+    received: float = 0.0  # when the last piece was read from the kernel
     is_stream: bool = False  # status 2xx
-    is_plain: bool = False  # no event is under way: the next piece may be a whole one
+    is_plain: bool = False  # no event is incomplete, so the next piece may be a whole event
     has_content: bool = False
-    is_watched: bool = True  # `watch` is told of content
+    is_watched: bool = True  # `watch` reads every chunk with content
     watch: ReasoningWatch = msgspec.field(default_factory=ReasoningWatch)
     skips_line_feed: bool = False  # the last piece ended with a CR
-    is_begun: bool = False
-    pending: bytearray = bytearray()  # an event that is not whole yet, or the body of a refusal
+    is_begun: bool = False  # the first event has been read
+    pending: bytearray = bytearray()  # an incomplete event, or the body of an error response
     stray: bytearray = bytearray()  # lines that belong to no event
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Read the status and the headers."""
         self.status = status
         self.is_plain = self.is_stream = 200 <= status < 300
         for name, value in headers:
@@ -99,7 +101,8 @@ class Answer(msgspec.Struct):
                     self.is_plain, self.encoding = False, value.decode("latin-1")
 
     def body(self, data: bytes, received: float) -> bool:
-        """True once there is content: until then somebody waits for its first."""
+        """Read a piece of the body. Return whether the next pieces may be read later, which is so
+        once there is content: the first content must be stamped at once."""
         if (
             self.is_plain
             and data.startswith(b"data:")
@@ -123,10 +126,10 @@ class Answer(msgspec.Struct):
         return self.has_content
 
     def ended(self) -> None:
-        """The answer is whole: what is left of it, and whether it may end so."""
+        """Read what is left at the end of the response, and check that the answer is complete."""
         if self.encoding is not None:
-            why = f"the body is compressed ({self.encoding}), but the request did not ask for it"
-            self.fail("stream_error" if self.is_stream else f"http_{self.status}", why)
+            reason = f"the body is compressed ({self.encoding}), but the request did not ask for it"
+            self.fail("stream_error" if self.is_stream else f"http_{self.status}", reason)
             return
         if not self.is_stream:
             self.error = "refused" if self.status == 429 else f"http_{self.status}"
@@ -134,23 +137,23 @@ class Answer(msgspec.Struct):
             if self.error_message is None and self.location is not None:
                 self.error_message = printable_words(f"redirected to {self.location}")
             return
-        if self.pending:  # an event without the blank line after it counts where it is whole
+        if self.pending:  # the last event counts without the blank line after it, if it is whole
             self._read_event(bytes(self.pending), self.received, is_last=True)
         has_ended = self.is_done or (self.finish_reason or "").lower() in END_REASONS
         stray = self._read_stray()
         if is_failure(self.finish_reason):
             self.fail("cut_off", f"the server ended it: finish_reason {self.finish_reason}")
         elif not has_ended:
-            why = "the stream ended without [DONE] and without a finish reason"
-            self.fail("cut_off", f"{why}: {stray}" if stray else why)
+            reason = "the stream ended without [DONE] and without a finish reason"
+            self.fail("cut_off", f"{reason}: {stray}" if stray else reason)
 
     def fail(self, error: str, message: str) -> None:
-        """The first thing that went wrong is the one that is kept."""
+        """Record an error, unless an earlier one is recorded."""
         if self.error is None:
             self.error, self.error_message = error, message
 
     def _read_lines(self, data: bytes, received: float) -> None:
-        """Events in any form that WHATWG's standard allows: lines end with LF, CR or CRLF, events
+        """Read events in any form of WHATWG's standard: lines end with LF, CR or CRLF, and events
         with a blank line.
         """
         if self.is_done:
@@ -163,38 +166,38 @@ class Answer(msgspec.Struct):
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         pending = self.pending
         if pending:
-            before = len(pending) - 1
+            search_start = len(pending) - 1
             pending += data
-            if pending.find(b"\n\n", before) < 0:
+            if pending.find(b"\n\n", search_start) < 0:
                 return
             data = bytes(pending)
-        *events, rest = data.split(b"\n\n")
+        *events, incomplete_event = data.split(b"\n\n")
         for event in events:
             self._read_event(event, received)
-        pending[:] = rest
-        self.is_plain = not rest and not self.is_done
+        pending[:] = incomplete_event
+        self.is_plain = not incomplete_event and not self.is_done
 
     def _read_event(self, event: bytes, received: float, is_last: bool = False) -> None:
-        """One event: its lines, without the blank one."""
+        """Read one event, without the blank line after it. `is_last`: it may be incomplete."""
         if self.is_done:
             return
         if not self.is_begun:
             self.is_begun = True
             event = event.removeprefix(b"\xef\xbb\xbf")
-        parts: list[bytes] = []
+        data_lines: list[bytes] = []
         name = b""
         for line in event.split(b"\n"):
             field, _, value = line.partition(b":")
             value = value.removeprefix(b" ")
             if field == b"data":
-                parts.append(value)
+                data_lines.append(value)
             elif field == b"event":
                 name = value
-            elif field == b"error":  # as llama-server once wrote it
+            elif field == b"error":  # older versions of llama-server
                 self.fail("stream_error", words_of_body(value))
             elif field not in (b"", b"id", b"retry"):
                 self.stray += (line + b"\n")[: MAX_STRAY_BYTES - len(self.stray)]
-        data = b"\n".join(parts).strip()
+        data = b"\n".join(data_lines).strip()
         if name.lower().endswith(b"error"):
             self.fail("stream_error", words_of_body(data) or "an error event without a message")
         elif data.startswith(b"[DONE]"):
@@ -203,7 +206,7 @@ class Answer(msgspec.Struct):
             self._read_data(data, received, is_last)
 
     def _read_data(self, data: bytes, received: float, is_last: bool) -> None:
-        """The data of an event that came in several lines or pieces, or that is not ordinary."""
+        """Read the data of an event that `body` could not read in one step."""
         try:
             chunk: Chunk | None = decode_chunk(data)
         except UNREADABLE:
@@ -218,7 +221,7 @@ class Answer(msgspec.Struct):
             self._read_chunk(chunk, data, received)
 
     def _read_chunk(self, chunk: Chunk, data: bytes, received: float) -> None:
-        """`data`: of the event, for what the struct does not hold."""
+        """Read a chunk. `data`: of its event, for fields that the struct does not have."""
         choices, usage, count = chunk.choices, chunk.usage, None
         if chunk.error or chunk.x_groq:
             if chunk.error:
@@ -251,14 +254,15 @@ class Answer(msgspec.Struct):
             if choice.error:
                 self.fail("stream_error", words_of(choice.error))
         if is_content or (count is not None and self._has_grown(count)):
-            if self.is_watched:  # so is the first content
-                self._begin(chunk, count, received)
+            if self.is_watched:
+                self._watch_content(chunk, count, received)
             self.contents.append(received)
         if usage is not None:
             self.usage = usage
 
-    def _begin(self, chunk: Chunk, count: int | None, received: float) -> None:
-        """Content, at least till that of the answer itself has come."""
+    def _watch_content(self, chunk: Chunk, count: int | None, received: float) -> None:
+        """Note the first content and the first content of the answer itself. `count`: the server's
+        count of output tokens so far, if it gives one."""
         if not self.has_content:
             self.has_content = True
             self.first_chunk_tokens = count or None
@@ -268,33 +272,36 @@ class Answer(msgspec.Struct):
             self.is_watched = self.watch.texts is not None
 
     def _has_grown(self, count: int) -> bool:
-        """Whether a chunk without text is a token all the same, by a server that counts as it goes;
-        or the answer is nothing but tokens that are not shown.
+        """Whether the server's count shows that a chunk without visible content has a token. This
+        needs a server that counts in every chunk, or an answer without any visible content.
         """
-        before = 0 if self.usage is None else self.usage.completion_tokens or 0
-        return count > before and (self.first_chunk_tokens is not None or not self.has_content)
+        earlier_count = 0 if self.usage is None else self.usage.completion_tokens or 0
+        is_counting = self.first_chunk_tokens is not None
+        return count > earlier_count and (is_counting or not self.has_content)
 
     def _finish(self, choice: Choice) -> None:
-        """A finish reason: null and "" are none, and take none away that came before."""
+        """Read a finish reason. null and "" do not replace an earlier one."""
         reason = choice.finish_reason
-        words = ""
-        if isinstance(reason, dict):  # as SGLang once wrote it
-            words, reason = words_of(reason.get("message") or ""), reason.get("type")
+        message = ""
+        if isinstance(reason, dict):  # older versions of SGLang
+            message, reason = words_of(reason.get("message") or ""), reason.get("type")
         if isinstance(reason, str) and reason and not is_failure(self.finish_reason):
             self.finish_reason = printable_words(reason)
-        if words and is_failure(self.finish_reason):
-            self.fail("cut_off", f"the server ended it: {words}")
+        if message and is_failure(self.finish_reason):
+            self.fail("cut_off", f"the server ended it: {message}")
 
     def _usage_over_earlier(self, data: bytes) -> Usage | None:
-        """Counts in other spellings and places, and earlier ones where an event has not all."""
+        """Return the token counts of an event, wherever it has them, completed with earlier ones;
+        None: the event has none."""
         usage = usage_of_event(data)
         return usage if usage is None or self.usage is None else usage.over(self.usage)
 
     def _read_without_choices(self, data: bytes, received: float) -> None:
-        """Counts at the end of a stream, an error, or nothing at all."""
+        """Read an event without choices: token counts at the end of a stream, an error, or
+        nothing."""
         try:
             chunk = read_chunk(data)
-        except ValueError as problem:  # in a field that nobody needed so far
+        except ValueError as problem:  # in a part that decode_chunk skipped
             self.fail("stream_error", f"an event is not JSON: {problem}")
             return
         if chunk is not None and chunk.error:
@@ -303,23 +310,24 @@ class Answer(msgspec.Struct):
         if usage is None or chunk is None:
             return
         if usage.completion_tokens and not self.has_content:
-            self._begin(chunk, usage.completion_tokens, received)
+            self._watch_content(chunk, usage.completion_tokens, received)
             self.contents.append(received)
         self.usage = usage
 
     def _read_stray(self) -> str:
-        """What the server said outside of events, where that may be why it ended."""
+        """Return what the server sent outside of events, which may say why the stream ended. If it
+        is an error or a complete answer, record that as the failure."""
         stray = bytes(self.stray)
         for text in (stray, *stray.splitlines()) if stray else ():
             try:
-                said = read_json(text)
+                value = read_json(text)
             except ValueError:
                 continue
-            if isinstance(said, list):
-                said = next((one for one in said if isinstance(one, dict)), None)
-            if isinstance(said, dict) and is_error(said):
-                self.fail("stream_error", words_of(said))
-            elif isinstance(said, dict) and said.get("choices"):
+            if isinstance(value, list):
+                value = next((item for item in value if isinstance(item, dict)), None)
+            if isinstance(value, dict) and is_error(value):
+                self.fail("stream_error", words_of(value))
+            elif isinstance(value, dict) and value.get("choices"):
                 self.fail("stream_error", "the endpoint answered in one piece, not in a stream")
         return words_of_body(stray)
 
@@ -327,55 +335,56 @@ class Answer(msgspec.Struct):
 def stream(
     pool: Pool,
     wire: bytes,
-    asked: RequestRecord,
+    unsent_record: RequestRecord,
     origin: float,
     timeout_seconds: float,
     watch: ReasoningWatch | None = None,
 ) -> RequestRecord:
-    """Send `wire` and read its stream to the end. What server or network do is `record.error`.
+    """Send `wire`, read its stream to the end, and return the record of the request. Errors of the
+    server and the network are in `record.error`; none is raised.
 
-    `asked`: what is known of the request before. All times count from `origin`, on `clock`.
-    `watch`: keeps the answer's text, where that is wanted.
+    `unsent_record`: the fields known before sending. Times in it and in the result count from
+    `origin`, on `clock`. `watch`: keeps the text of the answer.
     """
-    seen = Answer() if watch is None else Answer(watch=watch)
+    answer = Answer() if watch is None else Answer(watch=watch)
     sent = clock()
     try:
         with gevent.Timeout(timeout_seconds):
-            pool.exchange(wire, seen)
-        seen.ended()
+            pool.exchange(wire, answer)
+        answer.ended()
     except gevent.Timeout:
-        if not seen.is_done:
-            seen.fail("timeout", f"not finished after {timeout_seconds:g} s")
+        if not answer.is_done:
+            answer.fail("timeout", f"not finished after {timeout_seconds:g} s")
     except GaveUp as problem:
-        if not seen.is_done:
-            seen.fail("timeout", str(problem))
+        if not answer.is_done:
+            answer.fail("timeout", str(problem))
     except OSError as problem:
-        if not seen.is_done:
-            kind = "connection" if seen.status is None else "cut_off"
-            seen.fail(kind, f"{type(problem).__name__}: {problem}")
+        if not answer.is_done:
+            error = "connection" if answer.status is None else "cut_off"
+            answer.fail(error, f"{type(problem).__name__}: {problem}")
     ended = clock()
-    if not seen.contents:
-        seen.fail("empty", "the stream ended normally but had no content")
-    contents = [round(moment - origin, 6) for moment in seen.contents]
-    answer = seen.first_answer
-    usage = seen.usage or Usage()
+    if not answer.contents:
+        answer.fail("empty", "the stream ended normally but had no content")
+    contents = [round(moment - origin, 6) for moment in answer.contents]
+    first_answer = answer.first_answer
+    usage = answer.usage or Usage()
     return msgspec.structs.replace(
-        asked,
-        scheduled_seconds=round(asked.scheduled_seconds, 6),
+        unsent_record,
+        scheduled_seconds=round(unsent_record.scheduled_seconds, 6),
         sent_seconds=round(sent - origin, 6),
         first_content_seconds=contents[0] if contents else None,
         last_content_seconds=contents[-1] if contents else None,
         ended_seconds=round(ended - origin, 6),
-        first_answer_seconds=None if answer is None else round(answer - origin, 6),
+        first_answer_seconds=None if first_answer is None else round(first_answer - origin, 6),
         content_seconds=contents,
-        first_chunk_tokens=seen.first_chunk_tokens,
+        first_chunk_tokens=answer.first_chunk_tokens,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
-        status=seen.status,
-        error=seen.error,
-        error_message=seen.error_message,
-        finish_reason=seen.finish_reason,
-        backend=seen.backend,
-        request_id=seen.request_id,
+        status=answer.status,
+        error=answer.error,
+        error_message=answer.error_message,
+        finish_reason=answer.finish_reason,
+        backend=answer.backend,
+        request_id=answer.request_id,
     )
