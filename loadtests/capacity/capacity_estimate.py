@@ -23,7 +23,7 @@ import msgspec
 
 from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
 from crossover.loadtests.levels.level_columns import Judged, Level
-from crossover.loadtests.levels.slo_attainment import MIN_AS_ONE, wilson
+from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.models.formatting import share
@@ -165,7 +165,7 @@ def confirming_seconds(
     return max(
         least_seconds * (2 if rate < SLOW_RATE else 1),
         shortest_level(slo, alone_seconds, least_seconds),
-        (AS_ONE_BY_LEVELS if by_levels else MIN_AS_ONE) * needed / rate,
+        (AS_ONE_BY_LEVELS if by_levels else MIN_DESIGN_EFFECT) * needed / rate,
     )
 
 
@@ -348,7 +348,7 @@ def _is_proven(
     Of several levels just above the limit one holds by chance: tries near it that did not hold
     share the confidence.
     """
-    rate, as_one = own[0].rate, MIN_AS_ONE if is_by_step_times else AS_ONE_BY_LEVELS
+    rate, as_one = own[0].rate, MIN_DESIGN_EFFECT if is_by_step_times else AS_ONE_BY_LEVELS
     tries = 1 + sum(
         1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "meets"
         for one in loaded
