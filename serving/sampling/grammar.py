@@ -1,11 +1,11 @@
-"""Grammars (GBNF) and JSON schemas by llguidance: what may come next, kept in Row.state.
+"""Constrains answers to a GBNF grammar or a JSON schema, with llguidance.
 
-    matcher = Grammars(token_bytes, eos_ids).open(sampling)     # compiles: 1 ms and more
+    matcher = Grammars(token_bytes, eos_ids).open(sampling)     # compiles: at least 1 ms
     matcher.mask(logits)                                        # in each step
     matcher.accept(token)
 
-llguidance bounds every step of compiling and matching (LIMITS): a grammar that needs more is
-refused, also once it runs.
+A sequence keeps its matcher in Row.state. llguidance limits the work of compiling and of every
+matching step (LIMITS); a grammar that exceeds a limit is refused, even while it is in use.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.serving.errors import ServingError, Unsupported
-from crossover.serving.sampling.json_schema import Problem, prepared
+from crossover.serving.sampling.json_schema import UnsupportedSchema, prepare_schema
 from crossover.serving.sampling.step_inputs import Logits, Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_CHARACTERS = 65_536
-MAX_RULES = 500  # of a GBNF grammar; the converter takes time by their square
-MAX_PATTERNS = 64  # of a JSON schema's patternProperties: 400 of them take minutes
-# What the compiler takes only in some forms.
-_FRAGILE = ("patternProperties", "multipleOf", "minProperties", "maxProperties")
-KEPT = 8  # matchers of texts that were compiled: a request's answers share theirs
-WHITESPACE = r"( |\n[ \t]{0,20})"  # between tokens of JSON: one space, or a line's indentation
-# Of an error of llguidance: where it is in what we made of the text, and what we made.
-OURS = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|(\n\s*\d+ \| |\n?<)[\s\S]*")
+MAX_CHARACTERS = 65_536  # of a grammar or schema
+MAX_RULES = 500  # of a GBNF grammar; the converter's time grows with their square
+MAX_PATTERNS = 64  # patternProperties of a JSON schema; 400 of them take minutes
+# Keywords that the compiler supports only in some combinations.
+_PARTLY_SUPPORTED = ("patternProperties", "multipleOf", "minProperties", "maxProperties")
+CACHED_MATCHERS = 8  # compiled grammars that are kept, so that a request's answers share one
+WHITESPACE = r"( |\n[ \t]{0,20})"  # between JSON tokens: a space, or a line break with indentation
+# The parts of llguidance's error message that refer to the translated grammar, which the user has
+# never seen: the position in it, and an excerpt of it.
+INTERNAL_DETAILS = re.compile(
+    r"^at \d+\(\d+\): (failed to compile JSON schema: )?|(\n\s*\d+ \| |\n?<)[\s\S]*"
+)
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1_000,
     "initial_lexer_fuel": 1_000_000,  # 20 ms
@@ -50,8 +53,11 @@ LIMITS: dict[str, Any] = {
 
 
 class CallableTool(msgspec.Struct, frozen=True):
-    """A function that may be called. `parameters`: a JSON schema. `strict`: calls are held to all
-    of it, else to what of it can be held to."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments.
+
+    `strict`: every keyword of the schema is enforced, or the request is refused. Otherwise,
+    keywords that cannot be enforced are ignored.
+    """
 
     name: str
     parameters: dict[str, Any]
@@ -59,24 +65,25 @@ class CallableTool(msgspec.Struct, frozen=True):
 
 
 class ToolCalls(msgspec.Struct, frozen=True):
-    """An answer that consists of calls, as a JSON list."""
+    """Constrains an answer to calls of these tools, written as a JSON list."""
 
     tools: list[CallableTool]
     at_most_one: bool = False
 
 
 class Grammars:
-    """Opens matchers for one vocabulary, which is read at once: 0.1 s for 49,152 tokens and 0.5 s
-    for 152,064, with the GIL held.
+    """Compiles grammars for one vocabulary.
 
-    `tokens`: each token's bytes, b"" for those that no grammar may draw; `ends`: the end tokens.
+    The constructor reads the vocabulary while it holds the GIL: 0.1 s for 49,152 tokens, 0.5 s for
+    152,064. `tokens` has the bytes of each token by its id, and b"" for tokens that a grammar must
+    not allow. `ends` are the ids of the end tokens.
     """
 
     def __init__(self, tokens: Sequence[bytes], ends: frozenset[int]) -> None:
         import llguidance
 
         self._ends = sorted(ends)
-        self._known = lru_cache(KEPT)(self._compiled)
+        self._cached_matcher = lru_cache(CACHED_MATCHERS)(self._compile)
         self._tokenizer: LLTokenizer | None = None
         if ends:
             vocabulary = _Vocabulary(
@@ -89,68 +96,78 @@ class Grammars:
             self._tokenizer = llguidance.LLTokenizer(wrapped, len(tokens), self._ends)
 
     def open(self, sampling: Sampling) -> Matcher:
-        """The matcher of a request with a grammar or a schema. Raises Unsupported."""
-        return self._known(sampling.grammar, sampling.json_schema, sampling.tool_calls).copy()
+        """Return a matcher at the start of this request's grammar, schema or tool calls.
 
-    def _compiled(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
+        Raises Unsupported.
+        """
+        return self._cached_matcher(
+            sampling.grammar, sampling.json_schema, sampling.tool_calls
+        ).copy()
+
+    def _compile(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
         sampling = Sampling(grammar=grammar, json_schema=schema, tool_calls=calls)
         if self._tokenizer is None:
             raise _refused(sampling, "the model has no token that ends a text")
         matcher = Matcher(self._tokenizer, sampling, self._ends)
-        gc.collect(1)  # the converter's trees are circles: milliseconds
+        gc.collect(1)  # frees the converter's trees, which are reference cycles; takes milliseconds
         return matcher
 
 
 class Matcher:
-    """One request's place in its grammar.
+    """The state of one sequence in its grammar.
 
-    `error`: why matching ended early, Unsupported where the grammar is the reason; from then on
-    only an end token is allowed.
+    `error` says why matching ended early, and is Unsupported if the grammar is the reason. From
+    then on, only an end token is allowed.
     """
 
     def __init__(self, tokenizer: LLTokenizer, sampling: Sampling, ends: list[int]) -> None:
-        """Raises Unsupported where the grammar cannot be used."""
+        """Compile the grammar. Raises Unsupported if it cannot be used."""
         import llguidance
 
         self.error: ServingError | None = None
         self._sampling = sampling
         self._ends = ends
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-        grammar = _translated(sampling)
+        grammar = _translate(sampling)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-        if not self._allowed().any() and self.error is None:
+        if not self._allowed_tokens().any() and self.error is None:
             self.error = _refused(sampling, "nothing matches it")
         if self.error is not None:
             raise self.error
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
-        other = copy.copy(self)
-        other._matcher = self._matcher.deep_copy()
-        other._bits = self._bits.copy()
-        return other
+        """Return an independent matcher in the same state."""
+        duplicate = copy.copy(self)
+        duplicate._matcher = self._matcher.deep_copy()
+        duplicate._bits = self._bits.copy()
+        return duplicate
 
     def mask(self, logits: Logits) -> None:
-        """Set the logits of tokens that may not come next to -inf; an end token is always left
-        where nothing else is."""
-        allowed = self._allowed()
+        """Set the logits of tokens that the grammar does not allow next to -inf, in place. If it
+        allows none, the end tokens remain.
+
+        `logits` has one value per token of the vocabulary.
+        """
+        allowed = self._allowed_tokens()
         if not allowed.any():
             logits[:] = -np.inf
             logits[self._ends] = 0.0
             return
-        known = min(len(allowed), len(logits))
-        logits[:known][~allowed[:known]] = -np.inf
-        logits[known:] = -np.inf
+        # The model may have more logits than the tokenizer has tokens.
+        vocabulary = min(len(allowed), len(logits))
+        logits[:vocabulary][~allowed[:vocabulary]] = -np.inf
+        logits[vocabulary:] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on by a drawn token, one that the last mask allowed."""
+        """Advance by a sampled token that the last mask allowed."""
         if self.error is None and token not in self._ends:
             if not self._matcher.consume_token(token):
                 self.error = _refused(self._sampling, self._matcher.get_error())
 
-    def _allowed(self) -> npt.NDArray[np.bool_]:
-        """Whether each token may come next; none where the text is over or the grammar given up."""
+    def _allowed_tokens(self) -> npt.NDArray[np.bool_]:
+        """Return whether each token of the vocabulary may come next. All are False at the end of
+        the text and after an error."""
         self._bits[:] = 0
         if self.error is None and not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
@@ -163,27 +180,30 @@ class Matcher:
 
 
 class _Vocabulary(SimpleNamespace):
-    """What llguidance wants to know of a tokenizer."""
+    """The attributes that llguidance expects of a tokenizer."""
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # text is never tokenised
+        return []  # llguidance would tokenize text only to force tokens, which is off
 
 
 def check_size(sampling: Sampling) -> str:
-    """The grammar or schema, within the limits of size. Raises Unsupported."""
+    """Return the text of the request's grammar, schema or tool calls.
+
+    Raises Unsupported if it has more than MAX_CHARACTERS characters or MAX_RULES rules.
+    """
     text = sampling.grammar or sampling.json_schema or sampling.tool_calls or ""
     rules = 0 if sampling.grammar is None else text.count("::=")
-    for count, most, what in (
+    for count, maximum, unit in (
         (len(text), MAX_CHARACTERS, "characters"),
         (rules, MAX_RULES, "rules"),
     ):
-        if count > most:
-            raise _refused(sampling, f"it has {count} {what}; the maximum is {most}")
+        if count > maximum:
+            raise _refused(sampling, f"it has {count} {unit}; the maximum is {maximum}")
     return text
 
 
-def _translated(sampling: Sampling) -> str:
-    """The request's grammar in llguidance's own format."""
+def _translate(sampling: Sampling) -> str:
+    """Return the request's grammar in llguidance's own format. Raises Unsupported."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -192,25 +212,25 @@ def _translated(sampling: Sampling) -> str:
         if sampling.grammar is not None:
             lark = gbnf_to_lark(text).removeprefix("%llguidance {}")
         else:
-            given = json.loads(text)
-            count = _patterns(given)
+            decoded = json.loads(text)
+            count = _count_patterns(decoded)
             if count > MAX_PATTERNS:
                 raise ValueError(f"it has {count} patternProperties; the maximum is {MAX_PATTERNS}")
             if sampling.tool_calls is not None:
-                lark = _lark_of(_schema_of_calls(msgspec.convert(given, ToolCalls)))
+                lark = _lark_of(_schema_of_calls(msgspec.convert(decoded, ToolCalls)))
             else:
-                lark = _lark_of(prepared(given))
+                lark = _lark_of(prepare_schema(decoded))
     except RecursionError:
         raise _refused(sampling, "it is nested too deeply") from None
     except json.JSONDecodeError as problem:
         raise _refused(sampling, f"it is not JSON: {problem}") from None
     except Unsupported as problem:
-        if problem.parameter == "tools":  # it has named the tool
+        if problem.parameter == "tools":  # the message names the tool already
             raise
         raise _refused(sampling, str(problem)) from None
     except Exception as problem:  # the converter raises Exception
         raise _refused(sampling, str(problem)) from None
-    # Without "no_forcing", text that must come would have to come in one certain tokenisation.
+    # Without "no_forcing", text that the grammar fixes would be allowed in only one tokenization.
     return LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + lark)
 
 
@@ -221,7 +241,7 @@ def _lark_of(schema: Any) -> str:
 
 
 def _schema_of_calls(calls: ToolCalls) -> dict[str, Any]:
-    """The JSON schema of a list of calls. Raises Unsupported that names the tool."""
+    """Return the JSON schema of a list of calls. Raises Unsupported, which names the tool."""
     definitions: dict[str, Any] = {}
     choices: list[Any] = []
     for number, tool in enumerate(calls.tools):
@@ -229,8 +249,8 @@ def _schema_of_calls(calls: ToolCalls) -> dict[str, Any]:
         definitions |= arguments.pop("$defs", {})
         definitions[f"f{number}"] = arguments
         call = {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/f{number}"}}
-        needed = {"required": [*call], "additionalProperties": False}
-        choices.append({"type": "object", "properties": call, **needed})
+        closed = {"required": [*call], "additionalProperties": False}
+        choices.append({"type": "object", "properties": call, **closed})
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": choices}, "minItems": 1}
     if calls.at_most_one:
         schema["maxItems"] = 1
@@ -238,51 +258,61 @@ def _schema_of_calls(calls: ToolCalls) -> dict[str, Any]:
 
 
 def _schema_of_arguments(tool: CallableTool, prefix: str) -> dict[str, Any]:
-    """What a call's arguments are held to. Raises Unsupported that names the tool."""
+    """Return the JSON schema that constrains a call's arguments; its definitions' names begin with
+    `prefix`. Raises Unsupported, which names the tool."""
     try:
-        schema: Any = prepared(tool.parameters, best_effort=not tool.strict, prefix=prefix)
-        # Alone, so that the error of one tool's schema names this tool.
-        why = _error_of(schema)
-        if why and not tool.strict:  # patterns of names that overlap, and the like
-            looser = prepared(tool.parameters, best_effort=True, prefix=prefix, without=_FRAGILE)
-            schema, why = looser, _error_of(looser)
-        if why and not tool.strict:  # too deep, contradictory: an object is all that is held to
-            schema, why = {"type": "object"}, ""
-        if why:
-            raise Problem("", "", why)
-    except Problem as problem:
+        schema: Any = prepare_schema(tool.parameters, best_effort=not tool.strict, prefix=prefix)
+        # Each tool's schema is compiled on its own, so that an error can name the tool.
+        error = _compile_error(schema)
+        if error and not tool.strict:  # for example patterns of names that overlap
+            schema = prepare_schema(
+                tool.parameters,
+                best_effort=True,
+                prefix=prefix,
+                excluded_keywords=_PARTLY_SUPPORTED,
+            )
+            error = _compile_error(schema)
+        if error and not tool.strict:  # too deep, or contradictory: any object is accepted
+            schema, error = {"type": "object"}, ""
+        if error:
+            raise UnsupportedSchema("", "", error)
+    except UnsupportedSchema as problem:
         text = f"Tool {tool.name!r}: The JSON schema cannot be used: {problem}"
         raise Unsupported(text, "tools") from None
     return schema if isinstance(schema, dict) else {"allOf": [schema]}
 
 
-def _error_of(schema: Any) -> str:
-    """Why the compiler does not take a schema; "" where it does."""
+def _compile_error(schema: Any) -> str:
+    """Return the compiler's error for this schema; "" if it has none."""
     from llguidance import LLMatcher
 
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(_lark_of(schema)))
-    return _words_of(error) if error else ""
+    return _shortened(error) if error else ""
 
 
-def _patterns(schema: Any) -> int:
-    """How many patternProperties a schema has: llguidance compares each two of them."""
+def _count_patterns(schema: Any) -> int:
+    """Return the number of patternProperties in a schema. llguidance compares every pair of
+    them."""
     if not isinstance(schema, dict):
-        return sum(map(_patterns, schema)) if isinstance(schema, list) else 0
-    own = schema.get("patternProperties")
-    return (len(own) if isinstance(own, dict) else 0) + sum(map(_patterns, schema.values()))
+        return sum(map(_count_patterns, schema)) if isinstance(schema, list) else 0
+    patterns = schema.get("patternProperties")
+    count = len(patterns) if isinstance(patterns, dict) else 0
+    return count + sum(map(_count_patterns, schema.values()))
 
 
-def _words_of(reason: str) -> str:
-    """An error of llguidance, which may repeat a text of any length, in a sentence's length."""
+def _shortened(reason: str) -> str:
+    """Return llguidance's error without its internal details and in at most 300 characters. The
+    original may quote a grammar of any length."""
     if reason.startswith("NoExtension"):
         reason = "nothing matches it"
-    words = " ".join(OURS.sub("", reason[:2000].strip()).split()).removeprefix("Parser Error: ")
-    return words[:300] or "no reason is known"
+    text = " ".join(INTERNAL_DETAILS.sub("", reason[:2000].strip()).split())
+    return text.removeprefix("Parser Error: ")[:300] or "no reason is known"
 
 
 def _refused(sampling: Sampling, reason: str) -> Unsupported:
-    words = _words_of(reason)
+    """Return the error for a request whose grammar or schema cannot be used."""
+    text = _shortened(reason)
     if sampling.grammar is not None:
-        return Unsupported(f"The grammar cannot be used: {words}", "grammar")
+        return Unsupported(f"The grammar cannot be used: {text}", "grammar")
     parameter = "response_format" if sampling.tool_calls is None else "tools"
-    return Unsupported(f"The JSON schema cannot be used: {words}", parameter)
+    return Unsupported(f"The JSON schema cannot be used: {text}", parameter)

@@ -1,17 +1,21 @@
-"""JSON schemas as the grammar compiler takes them: canonical, closed, without what it cannot do.
+"""Translates a JSON schema into the subset of JSON Schema that the grammar compiler enforces.
 
-    schema = prepared({"type": "object", "properties": {"a": {"$ref": "#/definitions/x"}}, ...})
+    schema = prepare_schema(
+        {"type": "object", "properties": {"a": {"$ref": "#/definitions/x"}}, ...}
+    )
     # {"type": "object", "properties": {"a": {"$ref": "#/$defs/s0"}}, "additionalProperties": False,
     #  "$defs": {"s0": ...}}
 
-- References of each kind ($id, $defs, definitions, #, anchors) become references to "$defs", so
-  that a schema means the same alone and inside of another one.
-- Objects that list their properties are closed where `additionalProperties` is missing: a small
-  model would not stop to invent more of them. The parts of an `allOf` are closed together.
-- `oneOf` is read as `anyOf`. A format that the compiler does not know is an annotation.
-- What always holds is left out, as null is, and `not: {}` is the schema that nothing fits. Bounds
-  beyond MAX_BOUND become that. What the compiler cannot hold to is refused by its path, or left
-  out too where that is allowed (`best_effort`, of tools without `strict`).
+- References of every kind ($id, $defs, definitions, #, anchors) become references to "$defs", so
+  that a schema means the same on its own and inside another schema.
+- Objects that list their properties are closed (`additionalProperties: false`) unless the schema
+  says otherwise, because a small model would keep inventing further properties. The branches of an
+  `allOf` are closed together.
+- `oneOf` becomes `anyOf`. A format that the compiler does not know is treated as an annotation.
+- Keywords that hold for every value are left out, as are keywords whose value is null. A schema
+  with `not: {}` becomes false. Numeric bounds beyond MAX_BOUND are replaced by MAX_BOUND.
+- A keyword that the compiler cannot enforce raises UnsupportedSchema, which names its path. With
+  `best_effort`, which tools without `strict` use, the keyword is left out instead.
 """
 
 from __future__ import annotations
@@ -24,127 +28,193 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from crossover.serving.errors import Unsupported
 
-MAX_STEPS = 50_000  # through the parts of joint objects; an object beyond them is left open
-MAX_BOUND = 10**17  # of a number; the compiler fails on larger ones
-Json = Any  # a schema: an object, true or false
+# Subschemas that may be visited to collect the properties of objects which combine several
+# subschemas. An object that is reached after that is left open.
+MAX_VISITS = 50_000
+MAX_BOUND = 10**17  # the largest numeric bound; the compiler fails on larger ones
+Schema = Any  # a JSON schema: an object, true or false
 
-_ONE = ("additionalProperties", "items", "additionalItems")  # keywords with one schema
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties")
-_VALUES = (
-    *("type", "const", "enum", "required", "minItems", "maxItems", "minLength", "maxLength"),
-    *("pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    *("multipleOf", "minProperties", "maxProperties"),
+_SCHEMA_KEYS = ("additionalProperties", "items", "additionalItems")  # the value is one schema
+_SCHEMA_LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")  # the value is a list of schemas
+_SCHEMA_MAP_KEYS = ("properties", "patternProperties")  # the value maps names to schemas
+_COMBINING_KEYS = ("allOf", "anyOf", "oneOf")
+# Keywords without subschemas, which are copied.
+_VALUE_KEYS = (
+    "type",
+    "const",
+    "enum",
+    "required",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minProperties",
+    "maxProperties",
 )
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_TEXTS = ("pattern", "format")
-# Assertions of JSON Schema that the compiler does not have.
-_ABSENT = (
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
-    *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
-    *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+_COUNT_KEYS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_LOWER_BOUND_KEYS = ("minimum", "exclusiveMinimum")
+_UPPER_BOUND_KEYS = ("maximum", "exclusiveMaximum")
+_TEXT_KEYS = ("pattern", "format")
+# Assertions of JSON Schema that the compiler does not support.
+_UNSUPPORTED_KEYS = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "uniqueItems",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "$dynamicRef",
+    "$recursiveRef",
 )
-# Where schemas lie that only references reach, or that say where references lead.
-_HIDDEN = ("$defs", "definitions", "not", "if", "then", "else", "contains", "propertyNames")
-_OBJECT_KEYS = ("properties", "patternProperties")
-_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+# Keywords whose subschemas are not translated in place, but may be the target of a reference or
+# contain the $id or anchor of one.
+_REFERENCE_ONLY_KEYS = (
+    "$defs",
+    "definitions",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+)
+_TYPE_NAMES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 
 
-class Place(NamedTuple):
-    """A schema inside of a document, and the URI that its references are relative to."""
+class Subschema(NamedTuple):
+    """A schema inside a document."""
 
-    schema: Json
-    base: str
-    path: str  # for people
+    schema: Schema
+    base_uri: str  # references in it are resolved against this URI
+    path: str  # JSON pointer of the schema in the document, for error messages
 
 
-class Problem(Unsupported):
-    """A schema that cannot be used, or not be held to: `path` and `keyword` say where."""
+class UnsupportedSchema(Unsupported):
+    """The schema is invalid, or has a keyword that the compiler cannot enforce.
+
+    `path` is the JSON pointer of the subschema in question, and `keyword` the keyword in it.
+    """
 
     def __init__(self, path: str, keyword: str, why: str) -> None:
-        where = ": ".join(filter(None, [path.strip("/"), keyword, why]))
-        super().__init__(where, "response_format")
+        message = ": ".join(filter(None, [path.strip("/"), keyword, why]))
+        super().__init__(message, "response_format")
         self.path = path
         self.keyword = keyword
 
 
-def prepared(
-    schema: Json, *, best_effort: bool = False, prefix: str = "s", without: Sequence[str] = ()
-) -> Json:
-    """The schema for the compiler. `prefix`: of the names of its definitions, which stand in its
-    "$defs". `without`: more keywords that are left out. Raises Problem."""
-    return _Document(schema, best_effort, prefix, without).prepared()
+def prepare_schema(
+    schema: Schema,
+    *,
+    best_effort: bool = False,
+    prefix: str = "s",
+    excluded_keywords: Sequence[str] = (),
+) -> Schema:
+    """Return the schema in the form that the compiler takes.
+
+    `best_effort` leaves out keywords that the compiler cannot enforce instead of raising
+    UnsupportedSchema. The names of the definitions in "$defs" begin with `prefix`.
+    `excluded_keywords` are left out wherever they occur.
+
+    Raises UnsupportedSchema.
+    """
+    return _SchemaTranslator(schema, best_effort, prefix, excluded_keywords).translate()
 
 
-class _Document:
-    """One schema on its way to the compiler."""
+class _SchemaTranslator:
+    """Translates one document. References are collected on the way and translated at the end, so
+    that recursive schemas terminate."""
 
     def __init__(
-        self, schema: Json, best_effort: bool, prefix: str, without: Sequence[str]
+        self, schema: Schema, best_effort: bool, prefix: str, excluded_keywords: Sequence[str]
     ) -> None:
-        self._without = without
+        self._excluded_keywords = excluded_keywords
         self._root = schema
         draft = str(schema.get("$schema")) if isinstance(schema, dict) else ""
-        self._id = "id" if "draft-04" in draft or "draft-03" in draft else "$id"
-        self._steps_left = MAX_STEPS
+        self._id_keyword = "id" if "draft-04" in draft or "draft-03" in draft else "$id"
+        self._visits_left = MAX_VISITS
         self._best_effort = best_effort
         self._prefix = prefix
-        self._resources: dict[str, Place] = {}  # URI, with an anchor or without -> what it names
-        self._index(schema, "", "")
-        # Of each place that a reference leads to, closed by itself or left open for an allOf.
-        self._names: dict[tuple[int, bool], str] = {}
-        self._definitions: dict[str, Json] = {}
-        self._waiting: list[tuple[str, Place, bool]] = []
+        # The subschema that each URI identifies, with or without an anchor as its fragment.
+        self._resources: dict[str, Subschema] = {}
+        self._index_resources(schema, "", "")
+        # The definition's name by the identity of the schema that a reference leads to, and by
+        # whether its objects are closed (inside an allOf they stay open).
+        self._definition_names: dict[tuple[int, bool], str] = {}
+        self._definitions: dict[str, Schema] = {}
+        self._pending: list[tuple[str, Subschema, bool]] = []
 
-    def prepared(self) -> Json:
-        found = self._schema(Place(self._root, self._base_of(self._root, ""), ""), True)
-        while self._waiting:
-            name, place, closes = self._waiting.pop()
-            self._definitions[name] = self._schema(place, closes)
+    def translate(self) -> Schema:
+        """Return the translated document, with all definitions that its references lead to."""
+        root = Subschema(self._root, self._base_uri_in(self._root, ""), "")
+        translated = self._translate(root, True)
+        while self._pending:
+            name, target, close_objects = self._pending.pop()
+            self._definitions[name] = self._translate(target, close_objects)
         if self._definitions:
-            found = {**found, "$defs": self._definitions}
-        return found
+            translated = {**translated, "$defs": self._definitions}
+        return translated
 
-    # Where references lead.
+    # Resolving references.
 
-    def _base_of(self, schema: Json, base: str) -> str:
-        own = schema.get(self._id) if isinstance(schema, dict) else None
-        return urldefrag(urljoin(base, own))[0] if isinstance(own, str) else base
+    def _base_uri_in(self, schema: Schema, base_uri: str) -> str:
+        """Return the base URI inside a schema, which its own $id may change."""
+        schema_id = schema.get(self._id_keyword) if isinstance(schema, dict) else None
+        if not isinstance(schema_id, str):
+            return base_uri
+        return urldefrag(urljoin(base_uri, schema_id))[0]
 
-    def _index(self, schema: Json, base: str, path: str) -> None:
-        """Note every resource and anchor of a document."""
+    def _index_resources(self, schema: Schema, base_uri: str, path: str) -> None:
+        """Record every subschema that has an $id or an anchor, by its URI."""
         if not isinstance(schema, dict):
             return
         if path == "":
-            self._resources[""] = Place(schema, self._base_of(schema, base), path)
-        own = schema.get(self._id)
-        if isinstance(own, str):
-            if own.startswith("#"):  # an anchor, as older drafts write it
-                self._resources.setdefault(base + own, Place(schema, base, path))
+            self._resources[""] = Subschema(schema, self._base_uri_in(schema, base_uri), path)
+        schema_id = schema.get(self._id_keyword)
+        if isinstance(schema_id, str):
+            if schema_id.startswith("#"):  # an anchor in the form of older drafts
+                self._resources.setdefault(base_uri + schema_id, Subschema(schema, base_uri, path))
             else:
-                base = self._base_of(schema, base)
-                self._resources.setdefault(base, Place(schema, base, path))
+                base_uri = self._base_uri_in(schema, base_uri)
+                self._resources.setdefault(base_uri, Subschema(schema, base_uri, path))
         for key in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := schema.get(key), str):
-                self._resources.setdefault(f"{base}#{anchor}", Place(schema, base, path))
-        for key, inner in _subschemas(schema):
-            self._index(inner, base, f"{path}/{key}")
+                anchor_uri = f"{base_uri}#{anchor}"
+                self._resources.setdefault(anchor_uri, Subschema(schema, base_uri, path))
+        for key, child in _subschemas(schema):
+            self._index_resources(child, base_uri, f"{path}/{key}")
 
-    def _target(self, place: Place, reference: Any) -> Place:
-        """What a reference leads to. Raises Problem."""
+    def _resolve(self, subschema: Subschema, reference: Any) -> Subschema:
+        """Return the target of a reference in this subschema. Raises UnsupportedSchema."""
         if not isinstance(reference, str):
-            raise Problem(place.path, "$ref", "it must be a string")
-        is_inside = reference.startswith("#")  # urljoin does not know urn:
-        uri = place.base + reference if is_inside else urljoin(place.base, reference)
-        resource, fragment = urldefrag(uri)
-        named = self._resources.get(f"{resource}#{fragment}")
-        if named is not None:
-            return named
-        start = self._resources.get(resource)
-        if start is None:
-            raise Problem(place.path, "$ref", f"{reference[:200]!r} points outside the schema")
-        schema, base, path = start
+            raise UnsupportedSchema(subschema.path, "$ref", "it must be a string")
+        is_fragment = reference.startswith("#")
+        # urljoin cannot resolve a fragment against a urn:, so a fragment is appended.
+        base_uri = subschema.base_uri
+        uri = base_uri + reference if is_fragment else urljoin(base_uri, reference)
+        resource_uri, fragment = urldefrag(uri)
+        anchored = self._resources.get(f"{resource_uri}#{fragment}")
+        if anchored is not None:
+            return anchored
+        resource = self._resources.get(resource_uri)
+        if resource is None:
+            why = f"{reference[:200]!r} points outside the schema"
+            raise UnsupportedSchema(subschema.path, "$ref", why)
+        schema, base_uri, path = resource
         for step in unquote(fragment).split("/")[1:] if fragment else ():
             key: Any = step.replace("~1", "/").replace("~0", "~")
             if isinstance(schema, list) and key.isdigit() and int(key) < len(schema):
@@ -152,293 +222,366 @@ class _Document:
             elif isinstance(schema, dict) and key in schema:
                 schema = schema[key]
             else:
-                raise Problem(place.path, "$ref", f"{reference[:200]!r} does not exist")
-            base, path = self._base_of(schema, base), f"{path}/{step}"
+                why = f"{reference[:200]!r} does not exist"
+                raise UnsupportedSchema(subschema.path, "$ref", why)
+            base_uri, path = self._base_uri_in(schema, base_uri), f"{path}/{step}"
         if fragment and not fragment.startswith("/"):
-            raise Problem(place.path, "$ref", f"{reference[:200]!r} does not exist")
-        return Place(schema, base, path)
+            why = f"{reference[:200]!r} does not exist"
+            raise UnsupportedSchema(subschema.path, "$ref", why)
+        return Subschema(schema, base_uri, path)
 
-    def _name_of(self, place: Place, closes: bool) -> str:
-        """The definition that a place becomes, made later where it is new."""
-        key = id(place.schema), closes
-        if key not in self._names:
-            self._names[key] = f"{self._prefix}{len(self._names)}"
-            self._waiting.append((self._names[key], place, closes))
-        return self._names[key]
+    def _definition_name(self, target: Subschema, close_objects: bool) -> str:
+        """Return the name of the definition for a reference's target, which is translated later if
+        this is the first reference to it."""
+        key = id(target.schema), close_objects
+        if key not in self._definition_names:
+            name = f"{self._prefix}{len(self._definition_names)}"
+            self._definition_names[key] = name
+            self._pending.append((name, target, close_objects))
+        return self._definition_names[key]
 
-    # From a schema to what the compiler takes.
+    # Translating a schema.
 
-    def _schema(self, place: Place, closes: bool) -> Json:
-        """`closes`: objects that list properties have no others, where nothing else is said."""
-        schema, base, path = place
+    def _translate(self, subschema: Subschema, close_objects: bool) -> Schema:
+        """Return the translation of one subschema.
+
+        `close_objects`: an object that lists its properties may have no others, unless the schema
+        sets `additionalProperties`. False inside an allOf, which is closed as a whole.
+
+        Raises UnsupportedSchema.
+        """
+        schema, base_uri, path = subschema
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise Problem(path, "", "a schema must be an object, true or false")
-        base = self._base_of(schema, base)
-        schema = self._said(schema)
-        if "not" in schema and _is_anything(schema["not"]):
+            raise UnsupportedSchema(path, "", "a schema must be an object, true or false")
+        base_uri = self._base_uri_in(schema, base_uri)
+        schema = self._without_ineffective(schema)
+        if "not" in schema and _accepts_anything(schema["not"]):
             return False
-        here = Place(schema, base, path)
-        self._check(here)
-        made: dict[str, Any] = {key: schema[key] for key in _VALUES if key in schema}
-        self._settle_numbers(made, path)
-        self._settle_texts(made, path)
-        # Parts that hold together with what stands beside them: an object is closed over all.
-        parts = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in schema]
-        own = any(key in schema for key in _OBJECT_KEYS) or "additionalProperties" in schema
-        is_joint = bool(parts) and (own or len(parts) > 1 or len(schema.get("allOf", ())) > 1)
-        inner_closes = closes and not is_joint
+        subschema = Subschema(schema, base_uri, path)
+        self._check_keywords(subschema)
+        translated: dict[str, Any] = {key: schema[key] for key in _VALUE_KEYS if key in schema}
+        self._translate_numbers(translated, path)
+        self._translate_texts(translated, path)
+        # A combined object has properties from several subschemas that hold together: its own,
+        # those of a $ref, of an allOf and so on. It is closed over all of them, not one by one.
+        combining_keys = [key for key in (*_COMBINING_KEYS, "$ref") if key in schema]
+        has_own_properties = (
+            any(key in schema for key in _SCHEMA_MAP_KEYS) or "additionalProperties" in schema
+        )
+        is_combined = bool(combining_keys) and (
+            has_own_properties or len(combining_keys) > 1 or len(schema.get("allOf", ())) > 1
+        )
+        close_branches = close_objects and not is_combined
 
-        def inner(key: str, schema: Json, closes: bool = True) -> Json:
-            return self._schema(Place(schema, base, f"{path}/{key}"), closes)
+        def translate_child(key: str, child: Schema, close_objects: bool = True) -> Schema:
+            return self._translate(Subschema(child, base_uri, f"{path}/{key}"), close_objects)
 
         if "$ref" in schema:
-            target = self._target(here, schema["$ref"])
-            made["$ref"] = f"#/$defs/{self._name_of(target, inner_closes)}"
-        for key in ("allOf", "anyOf", "oneOf"):
+            target = self._resolve(subschema, schema["$ref"])
+            translated["$ref"] = f"#/$defs/{self._definition_name(target, close_branches)}"
+        for key in _COMBINING_KEYS:
             if key in schema:
-                choices = self._list(here, key)
-                found = [inner(f"{key}/{n}", one, inner_closes) for n, one in enumerate(choices)]
-                # No oneOf is held to; two of them would be two of anyOf.
+                branches = [
+                    translate_child(f"{key}/{number}", branch, close_branches)
+                    for number, branch in enumerate(self._schema_list(subschema, key))
+                ]
+                # The compiler does not enforce oneOf. It becomes anyOf; beside another anyOf, both
+                # become branches of an allOf.
                 target_key = "anyOf" if key == "oneOf" else key
-                if target_key in made:
-                    made.setdefault("allOf", []).append({"anyOf": found})
+                if target_key in translated:
+                    translated.setdefault("allOf", []).append({"anyOf": branches})
                 else:
-                    made[target_key] = found
-        for key in _MAPS:
+                    translated[target_key] = branches
+        for key in _SCHEMA_MAP_KEYS:
             if key in schema:
                 if not isinstance(schema[key], dict):
-                    raise Problem(path, key, "it must be an object")
-                made[key] = {name: inner(f"{key}/{name}", one) for name, one in schema[key].items()}
-        self._settle_array(here, made, inner)
-        patterns = made.get("patternProperties", {})
-        unknown = [one for one in patterns if not _is_known("pattern", one)]
-        for pattern in unknown:
-            self._cannot(path, "patternProperties", f"the pattern {pattern[:100]!r}")
+                    raise UnsupportedSchema(path, key, "it must be an object")
+                translated[key] = {
+                    name: translate_child(f"{key}/{name}", child)
+                    for name, child in schema[key].items()
+                }
+        self._translate_array(subschema, translated, translate_child)
+        patterns = translated.get("patternProperties", {})
+        unknown_patterns = [
+            pattern for pattern in patterns if not _is_supported("pattern", pattern)
+        ]
+        for pattern in unknown_patterns:
+            self._raise_unless_best_effort(
+                path, "patternProperties", f"the pattern {pattern[:100]!r}"
+            )
             del patterns[pattern]
         if "additionalProperties" in schema:
-            made["additionalProperties"] = inner(
+            translated["additionalProperties"] = translate_child(
                 "additionalProperties", schema["additionalProperties"]
             )
-        elif closes and own and not is_joint and not unknown:
-            self._close(made)
-        if unknown and made.get("additionalProperties") is False:
-            del made["additionalProperties"]  # names of these patterns may come
-        if closes and is_joint and self._may_close(here, set()):
-            names, shapes = self._names_in(here, set())
-            lid: dict[str, Any] = {"properties": dict.fromkeys(sorted(names), True)}
-            lid["additionalProperties"] = False
-            if shapes:
-                lid["patternProperties"] = dict.fromkeys(sorted(shapes), True)
-            if self._steps_left and (names or shapes):
-                made.setdefault("allOf", []).append(lid)
-        self._settle_absent(here)
-        return made
+        elif close_objects and has_own_properties and not is_combined and not unknown_patterns:
+            self._close_object(translated)
+        if unknown_patterns and translated.get("additionalProperties") is False:
+            # Names that match the removed patterns must remain possible.
+            del translated["additionalProperties"]
+        if close_objects and is_combined and self._may_close(subschema):
+            names, patterns_of_names = self._property_names(subschema)
+            closing_branch: dict[str, Any] = {"properties": dict.fromkeys(sorted(names), True)}
+            closing_branch["additionalProperties"] = False
+            if patterns_of_names:
+                closing_branch["patternProperties"] = dict.fromkeys(sorted(patterns_of_names), True)
+            if self._visits_left and (names or patterns_of_names):
+                translated.setdefault("allOf", []).append(closing_branch)
+        self._check_unsupported(subschema)
+        return translated
 
-    def _said(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The keywords that say something."""
-        said = {
+    def _without_ineffective(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return the schema without excluded keywords, null values and allOf branches that accept
+        anything."""
+        effective = {
             key: value
             for key, value in schema.items()
-            if key not in self._without and (value is not None or key in ("const", "default"))
+            if key not in self._excluded_keywords
+            and (value is not None or key in ("const", "default"))
         }
-        if isinstance(parts := said.get("allOf"), list):
-            telling = [one for one in parts if not (isinstance(one, dict) and _is_anything(one))]
-            said["allOf"] = telling or parts[:1]
-            if not parts:
-                del said["allOf"]
-        if isinstance(said.get("required"), bool):  # as draft 3 writes it, of one property
-            del said["required"]
-        return said
+        if isinstance(branches := effective.get("allOf"), list):
+            constraining = [
+                branch
+                for branch in branches
+                if not (isinstance(branch, dict) and _accepts_anything(branch))
+            ]
+            effective["allOf"] = constraining or branches[:1]
+            if not branches:
+                del effective["allOf"]
+        if isinstance(effective.get("required"), bool):  # draft 3 writes it in the property itself
+            del effective["required"]
+        return effective
 
     @staticmethod
-    def _close(made: dict[str, Any]) -> None:
-        """Let an object have no other properties than it lists, where it can do without."""
-        listed: dict[str, Any] = made.setdefault("properties", {})
-        missing = [name for name in made.get("required", ()) if name not in listed]
-        if made.get("patternProperties"):
-            if missing or made.get("minProperties"):
+    def _close_object(translated: dict[str, Any]) -> None:
+        """Allow only the listed and required properties, unless the object needs others to have
+        its required names or its minimum number of properties."""
+        listed: dict[str, Any] = translated.setdefault("properties", {})
+        unlisted = [name for name in translated.get("required", ()) if name not in listed]
+        if translated.get("patternProperties"):
+            if unlisted or translated.get("minProperties"):
                 return
-        elif isinstance(least := made.get("minProperties", 0), int):
-            if least > len(listed) + len(missing):
+        elif isinstance(min_properties := translated.get("minProperties", 0), int):
+            if min_properties > len(listed) + len(unlisted):
                 return
-        listed |= {name: True for name in missing if isinstance(name, str)}
-        made["additionalProperties"] = False
+        listed |= {name: True for name in unlisted if isinstance(name, str)}
+        translated["additionalProperties"] = False
 
-    def _check(self, place: Place) -> None:
-        """Raises Problem for keywords of a wrong kind that the compiler would not name."""
-        schema, path = place.schema, place.path
+    def _check_keywords(self, subschema: Subschema) -> None:
+        """Raise UnsupportedSchema for keywords with a value of the wrong type for which the
+        compiler's own error would not name the keyword."""
+        schema, path = subschema.schema, subschema.path
         if "type" in schema:
-            kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            for kind in kinds:
-                if not isinstance(kind, str) or kind not in _TYPES:
-                    raise Problem(path, "type", f"{str(kind)[:50]!r} is not a JSON Schema type")
-        for key in ("allOf", "anyOf", "oneOf"):
+            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            for name in names:
+                if not isinstance(name, str) or name not in _TYPE_NAMES:
+                    why = f"{str(name)[:50]!r} is not a JSON Schema type"
+                    raise UnsupportedSchema(path, "type", why)
+        for key in _COMBINING_KEYS:
             if key in schema:
-                self._list(place, key)
+                self._schema_list(subschema, key)
         if "required" in schema and not isinstance(schema["required"], list):
-            raise Problem(path, "required", "it must be a list")
+            raise UnsupportedSchema(path, "required", "it must be a list")
         if "enum" in schema and not isinstance(schema["enum"], list):
-            raise Problem(path, "enum", "it must be a list")
+            raise UnsupportedSchema(path, "enum", "it must be a list")
 
-    def _list(self, place: Place, key: str) -> list[Json]:
-        found = place.schema[key]
-        if not isinstance(found, list) or not found:
-            raise Problem(place.path, key, "it must be a list of schemas")
-        return found
+    def _schema_list(self, subschema: Subschema, key: str) -> list[Schema]:
+        """Return the value of a keyword that takes a list of schemas. Raises UnsupportedSchema."""
+        schemas = subschema.schema[key]
+        if not isinstance(schemas, list) or not schemas:
+            raise UnsupportedSchema(subschema.path, key, "it must be a list of schemas")
+        return schemas
 
-    def _settle_numbers(self, made: dict[str, Any], path: str) -> None:
-        """Counts as whole numbers, bounds that the compiler can hold to, and exclusive ones as
-        draft 4 writes them: true beside the bound. Raises Problem."""
-        for key in _COUNTS:
-            if key in made:
-                count = made[key]
+    def _translate_numbers(self, translated: dict[str, Any], path: str) -> None:
+        """Convert counts to integers, bounds to values that the compiler can enforce, and draft 4's
+        boolean exclusive bounds to numbers, in place. Raises UnsupportedSchema."""
+        for key in _COUNT_KEYS:
+            if key in translated:
+                count = translated[key]
                 if isinstance(count, float) and count.is_integer():
-                    made[key] = count = int(count)
+                    translated[key] = count = int(count)
                 if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                    raise Problem(path, key, "it must be an integer")
-        for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if isinstance(made.get(exclusive), bool):
-                if made.pop(exclusive) and plain in made:
-                    made[exclusive] = made.pop(plain)
-        for key in (*_LEAST, *_MOST, "multipleOf"):
-            bound = made.get(key, 0)
+                    raise UnsupportedSchema(path, key, "it must be an integer")
+        for exclusive, inclusive in (
+            ("exclusiveMinimum", "minimum"),
+            ("exclusiveMaximum", "maximum"),
+        ):
+            if isinstance(translated.get(exclusive), bool):
+                if translated.pop(exclusive) and inclusive in translated:
+                    translated[exclusive] = translated.pop(inclusive)
+        for key in (*_LOWER_BOUND_KEYS, *_UPPER_BOUND_KEYS, "multipleOf"):
+            bound = translated.get(key, 0)
             if isinstance(bound, bool) or not isinstance(bound, int | float):
-                raise Problem(path, key, "it must be a number")
-            outward = -1 if key in _LEAST else 1
+                raise UnsupportedSchema(path, key, "it must be a number")
+            outward = -1 if key in _LOWER_BOUND_KEYS else 1
             if key != "multipleOf" and abs(bound) > MAX_BOUND:
-                made[key] = outward * MAX_BOUND  # what keeps this keeps the other
+                # An upper bound above MAX_BOUND is tightened to it, which every accepted value
+                # still satisfies. An upper bound below -MAX_BOUND cannot be expressed. Lower
+                # bounds are the mirror image.
+                translated[key] = outward * MAX_BOUND
                 if bound * outward < 0:
-                    self._cannot(path, key, "a bound of this size")
-                    del made[key]
+                    self._raise_unless_best_effort(path, key, "a bound of this size")
+                    del translated[key]
 
-    def _settle_texts(self, made: dict[str, Any], path: str) -> None:
-        """Formats and patterns that the compiler knows."""
-        for key in _TEXTS:
-            if key in made and not isinstance(made[key], str):
-                raise Problem(path, key, "it must be a string")
-        if "format" in made and not _is_known("format", made["format"]):
-            del made["format"]
-        if "pattern" in made and not _is_known("pattern", made["pattern"]):
-            self._cannot(path, "pattern", f"the pattern {str(made['pattern'])[:100]!r}")
-            del made["pattern"]
+    def _translate_texts(self, translated: dict[str, Any], path: str) -> None:
+        """Remove formats that the compiler does not know, in place, and refuse patterns that it
+        does not support. Raises UnsupportedSchema."""
+        for key in _TEXT_KEYS:
+            if key in translated and not isinstance(translated[key], str):
+                raise UnsupportedSchema(path, key, "it must be a string")
+        if "format" in translated and not _is_supported("format", translated["format"]):
+            del translated["format"]
+        if "pattern" in translated and not _is_supported("pattern", translated["pattern"]):
+            self._raise_unless_best_effort(
+                path, "pattern", f"the pattern {str(translated['pattern'])[:100]!r}"
+            )
+            del translated["pattern"]
 
     @staticmethod
-    def _settle_array(
-        place: Place, made: dict[str, Any], inner: Callable[[str, Json], Json]
+    def _translate_array(
+        subschema: Subschema,
+        translated: dict[str, Any],
+        translate_child: Callable[[str, Schema], Schema],
     ) -> None:
-        """Tuples as the newest draft writes them: prefixItems, and items for the rest."""
-        schema = place.schema
-        first, rest = schema.get("prefixItems"), schema.get("items")
-        key = "items"
-        if isinstance(rest, list):
-            first, rest, key = rest, schema.get("additionalItems"), "additionalItems"
-        if first is not None:
-            if not isinstance(first, list):
-                raise Problem(place.path, "prefixItems", "it must be a list of schemas")
-            made["prefixItems"] = [inner(f"prefixItems/{n}", one) for n, one in enumerate(first)]
-        if rest is not None:
-            made["items"] = inner(key, rest)
+        """Add the schemas of an array's items, in the form of draft 2020-12: prefixItems for the
+        first items, items for all later ones. Raises UnsupportedSchema."""
+        schema = subschema.schema
+        prefix_items, later_items = schema.get("prefixItems"), schema.get("items")
+        later_key = "items"
+        if isinstance(later_items, list):  # older drafts: items is the list of the first items
+            prefix_items, later_items = later_items, schema.get("additionalItems")
+            later_key = "additionalItems"
+        if prefix_items is not None:
+            if not isinstance(prefix_items, list):
+                raise UnsupportedSchema(
+                    subschema.path, "prefixItems", "it must be a list of schemas"
+                )
+            translated["prefixItems"] = [
+                translate_child(f"prefixItems/{number}", item)
+                for number, item in enumerate(prefix_items)
+            ]
+        if later_items is not None:
+            translated["items"] = translate_child(later_key, later_items)
 
-    def _settle_absent(self, place: Place) -> None:
-        """Leave out what always holds; refuse, or leave out, what the compiler does not have."""
-        schema = place.schema
-        for key in _ABSENT:
-            if key in schema and not _always_holds(key, schema):
-                self._cannot(place.path, key, "this keyword")
+    def _check_unsupported(self, subschema: Subschema) -> None:
+        """Raise UnsupportedSchema for a keyword that the compiler does not support, unless it has
+        no effect where it stands."""
+        schema = subschema.schema
+        for key in _UNSUPPORTED_KEYS:
+            if key in schema and not _has_no_effect(key, schema):
+                self._raise_unless_best_effort(subschema.path, key, "this keyword")
 
-    def _cannot(self, path: str, keyword: str, what: str) -> None:
+    def _raise_unless_best_effort(self, path: str, keyword: str, what: str) -> None:
         if not self._best_effort:
-            raise Problem(path, keyword, f"answers cannot be constrained to {what}; leave it out")
+            why = f"answers cannot be constrained to {what}; leave it out"
+            raise UnsupportedSchema(path, keyword, why)
 
-    # Which properties the parts of a joint object have.
+    # The properties of an object that combines several subschemas.
 
-    def _may_close(self, place: Place, seen: set[int]) -> bool:
-        """Whether no part says itself what other properties there may be."""
+    def _may_close(self, subschema: Subschema) -> bool:
+        """Return whether none of the combined subschemas has a rule for further properties."""
         return all(
             "additionalProperties" not in part.schema and "unevaluatedProperties" not in part.schema
-            for part in self._parts(place, seen)
+            for part in self._combined_subschemas(subschema, set())
         )
 
-    def _names_in(self, place: Place, seen: set[int]) -> tuple[set[str], set[str]]:
-        """The names of properties, and their patterns, of all parts of an object."""
+    def _property_names(self, subschema: Subschema) -> tuple[set[str], set[str]]:
+        """Return the names of properties that the combined subschemas list or require, and their
+        patterns of names."""
         names: set[str] = set()
         patterns: set[str] = set()
-        for part in self._parts(place, seen):
-            for key, found in (("properties", names), ("patternProperties", patterns)):
+        for part in self._combined_subschemas(subschema, set()):
+            for key, collected in (("properties", names), ("patternProperties", patterns)):
                 listed = part.schema.get(key)
                 if isinstance(listed, dict):
-                    found |= set(listed)
-            needed = part.schema.get("required")
-            if isinstance(needed, list):
-                names |= {one for one in needed if isinstance(one, str)}
-        patterns = {one for one in patterns if _is_known("pattern", one)}
+                    collected |= set(listed)
+            required = part.schema.get("required")
+            if isinstance(required, list):
+                names |= {name for name in required if isinstance(name, str)}
+        patterns = {pattern for pattern in patterns if _is_supported("pattern", pattern)}
         return names, patterns
 
-    def _parts(self, place: Place, seen: set[int]) -> Iterator[Place]:
-        """A schema, and all that hold for the same value."""
-        schema = place.schema
-        if not isinstance(schema, dict) or id(schema) in seen or not self._steps_left:
+    def _combined_subschemas(self, subschema: Subschema, visited: set[int]) -> Iterator[Subschema]:
+        """Yield a subschema and all that apply to the same value: the target of its $ref and its
+        branches. `visited` has the ids of schemas that were yielded already."""
+        schema = subschema.schema
+        if not isinstance(schema, dict) or id(schema) in visited or not self._visits_left:
             return
-        self._steps_left -= 1
-        seen.add(id(schema))
-        base = self._base_of(schema, place.base)
-        here = Place(schema, base, place.path)
-        yield here
+        self._visits_left -= 1
+        visited.add(id(schema))
+        base_uri = self._base_uri_in(schema, subschema.base_uri)
+        subschema = Subschema(schema, base_uri, subschema.path)
+        yield subschema
         if "$ref" in schema:
-            yield from self._parts(self._target(here, schema["$ref"]), seen)
-        for key in ("allOf", "anyOf", "oneOf"):
-            for one in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
-                yield from self._parts(Place(one, base, f"{place.path}/{key}"), seen)
+            yield from self._combined_subschemas(self._resolve(subschema, schema["$ref"]), visited)
+        for key in _COMBINING_KEYS:
+            for branch in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
+                child = Subschema(branch, base_uri, f"{subschema.path}/{key}")
+                yield from self._combined_subschemas(child, visited)
 
 
-def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Json]]:
-    """The schemas right inside of a schema, by their path. What is data (const, enum, default,
-    examples) has none."""
+def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Schema]]:
+    """Yield the direct subschemas of a schema with their paths in it. Values that are data (const,
+    enum, default, examples) contain no schemas."""
     for key, value in schema.items():
-        if key in (*_MAPS, "$defs", "definitions", "dependentSchemas", "dependencies"):
-            for name, one in value.items() if isinstance(value, dict) else ():
-                yield f"{key}/{name}", one
-        elif key in (*_LISTS, *_ONE, *_HIDDEN, "unevaluatedItems", "unevaluatedProperties"):
-            for number, one in enumerate(value) if isinstance(value, list) else ((None, value),):
-                yield key if number is None else f"{key}/{number}", one
+        if key in (*_SCHEMA_MAP_KEYS, "$defs", "definitions", "dependentSchemas", "dependencies"):
+            for name, child in value.items() if isinstance(value, dict) else ():
+                yield f"{key}/{name}", child
+        elif key in (
+            *_SCHEMA_LIST_KEYS,
+            *_SCHEMA_KEYS,
+            *_REFERENCE_ONLY_KEYS,
+            "unevaluatedItems",
+            "unevaluatedProperties",
+        ):
+            for number, child in enumerate(value) if isinstance(value, list) else ((None, value),):
+                yield key if number is None else f"{key}/{number}", child
 
 
-def _always_holds(key: str, schema: dict[str, Any]) -> bool:
-    """Whether a keyword that the compiler does not have changes nothing where it stands."""
+def _has_no_effect(key: str, schema: dict[str, Any]) -> bool:
+    """Return whether a keyword that the compiler does not support excludes no value here."""
     value = schema[key]
     if key == "uniqueItems":
-        most = schema.get("maxItems")
-        return value is False or (isinstance(most, int) and most <= 1)
+        max_items = schema.get("maxItems")
+        return value is False or (isinstance(max_items, int) and max_items <= 1)
     if key == "propertyNames":
-        is_text = isinstance(value, dict) and value.get("type") in ("string", ["string"])
-        return _is_anything(value, ("type",) if is_text else ())
+        is_string = isinstance(value, dict) and value.get("type") in ("string", ["string"])
+        return _accepts_anything(value, ("type",) if is_string else ())
     if key in ("unevaluatedProperties", "unevaluatedItems"):
-        return _is_anything(value)
+        return _accepts_anything(value)
     if key == "contains":
         return schema.get("minContains") == 0 and "maxContains" not in schema
     if key in ("minContains", "maxContains"):
         return "contains" not in schema or (key == "minContains" and value in (0, 1))
     if key in ("then", "else"):
-        return "if" not in schema or _is_anything(value)
+        return "if" not in schema or _accepts_anything(value)
     if key == "if":
-        return all(_is_anything(schema.get(one, True)) for one in ("then", "else"))
+        return all(_accepts_anything(schema.get(branch, True)) for branch in ("then", "else"))
     if key == "not":
-        return value is False or (isinstance(value, dict) and _is_anything(value.get("not")))
-    return bool(value == {})  # of dependentRequired and its like
+        return value is False or (isinstance(value, dict) and _accepts_anything(value.get("not")))
+    return bool(value == {})  # dependentRequired and the like
 
 
-def _is_anything(schema: Json, ignored: tuple[str, ...] = ()) -> bool:
-    """Whether every value fits; what only describes says nothing."""
+def _accepts_anything(schema: Schema, ignored_keywords: tuple[str, ...] = ()) -> bool:
+    """Return whether a schema accepts every value: it is true, or has only annotations. Keywords
+    in `ignored_keywords` do not count."""
     if not isinstance(schema, dict):
         return schema is True
-    said = {*_VALUES, *_ONE, *_LISTS, *_MAPS, *_ABSENT, "$ref"} - {*ignored}
-    return not said & schema.keys()
+    assertions = {
+        *_VALUE_KEYS,
+        *_SCHEMA_KEYS,
+        *_SCHEMA_LIST_KEYS,
+        *_SCHEMA_MAP_KEYS,
+        *_UNSUPPORTED_KEYS,
+        "$ref",
+    }
+    return not (assertions - {*ignored_keywords}) & schema.keys()
 
 
 @functools.lru_cache(256)
-def _is_known_text(keyword: str, value: str) -> bool:
+def _is_supported_text(keyword: str, value: str) -> bool:
     from llguidance import LLMatcher
 
     if keyword == "format":
@@ -449,6 +592,6 @@ def _is_known_text(keyword: str, value: str) -> bool:
     return not LLMatcher.validate_grammar(grammar)
 
 
-def _is_known(keyword: str, value: Any) -> bool:
-    """Whether the compiler takes this pattern or format."""
-    return _is_known_text(keyword, value)
+def _is_supported(keyword: str, value: Any) -> bool:
+    """Return whether the compiler supports this value of `pattern` or `format`."""
+    return _is_supported_text(keyword, value)
