@@ -71,7 +71,7 @@ class BackendInfo(msgspec.Struct, frozen=True):
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
-class HeldMemory(msgspec.Struct, frozen=True):
+class EngineMemory(msgspec.Struct, frozen=True):
     """The memory that an engine will use besides its weights, at one context length."""
 
     context_tokens: int

@@ -28,7 +28,7 @@ from crossover.models.resolve_model import resolve
 from crossover.models.weight_formats import FORMATS, known_format, weight_bytes
 from crossover.models.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import missing_backends, weights_of
-from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.gpus import GpuFacts
@@ -159,8 +159,8 @@ def plan_models(
         )
         if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
             file = resolve(name, kind="gguf").path
-            memory_by_context = held_memory(file, model.spec, request.settings)
-            request = msgspec.structs.replace(request, held=memory_by_context)
+            memory_by_context = reported_memory(file, model.spec, request.settings)
+            request = msgspec.structs.replace(request, memory_by_context=memory_by_context)
         engines = _engines(model, requested_formats)
         if len(requested_formats) == 1:
             request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)

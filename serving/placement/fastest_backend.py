@@ -1,20 +1,20 @@
-"""Chooses the best engine of this CPU for a model, a workload and an SLO; measured only once.
+"""Chooses the CPU engine with the highest capacity for a model under a workload and an SLO.
 
     choice = fastest_backend(question, hardware_facts(), say, progress)
     choice.backend, choice.weight_format, choice.reason
 
 Memory and installed packages decide which backends are candidates. A child process measures each
-candidate with the backend that would serve: prompts alone, decode steps of one row, and decode
-steps of all slots. An engine that would have more than 8 threads is measured with half of them too:
-CPUs may be hyperthreads, and a step waits for the last of its threads. The times are saved in
-CACHE/engine-times.json until the CPU or the version of an engine's library changes; disturbed times
-are measured again.
+candidate with the backend that would serve: prefill, decode steps of one row, and decode steps of
+all slots. An engine that would use more than 8 threads is measured with half of them too, because
+logical CPUs may share a core, and every step waits for its slowest thread. The times are saved in
+CACHE/engine-times.json and reused until the CPU or the version of an engine's library changes.
+Times that other processes disturbed are measured again.
 
-The times give a step-time model of each engine, and `capacity()` computes its capacity under the
-workload and the SLO. The engine with the most capacity is chosen. If the capacity of another engine
-lies in the 90 % interval of that capacity, the two cannot be told apart, and the one whose weights
-have more bits is chosen. If no engine meets the SLO even unloaded, the capacity without limits
-decides.
+A step-time model is fitted to the times of each engine, and `capacity()` computes the engine's
+capacity under the workload and the SLO. The engine with the highest capacity is chosen. If another
+engine's capacity lies within the 90 % confidence interval of the highest one, the difference is not
+significant, and the engine with more bits per weight is chosen. If no engine meets the SLO even
+unloaded, the capacities without latency limits decide.
 """
 
 from __future__ import annotations
@@ -66,78 +66,81 @@ from crossover.serving.placement.placement_policy import (
     NoPlacement,
     PlacementRequest,
     backends_with,
-    fitted,
+    consider,
 )
 from crossover.serving.sampling.step_inputs import Row
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 BEST = "best"  # a campaign writes it in place of a backend's name
-# Looked at where no format is asked for.
+# The candidates if no weight format is requested: (backend, weight format).
 USUAL = tuple(
     (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
 )
-# CPUs with these flags have instructions for torch's usual format, so torch is a candidate too.
+# CPUs with one of these flags multiply bf16, which is torch's default format. On them torch is a
+# candidate too.
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
-REFERENCE = ("torch", format_of("torch", None))
-MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many on, half of the threads are measured too
-# A bigger model, whose weights would first have to be made, is judged by this ladder model's times,
-# scaled.
+REFERENCE = ("torch", format_of("torch", None))  # (backend, weight format)
+MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many threads on, half of them are measured too
+# The weights of a model with more than MAX_MEASURED_PARAMETERS would take too long to prepare, so
+# PROXY is measured instead, and its times are scaled.
 PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
-PART_SECONDS = 0.5  # measuring time of each kind of step
-MAX_STEPS = 64  # of one kind
-SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
-TIMEOUT_SECONDS = 300.0
-MAX_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
+PART_SECONDS = 0.5  # time spent measuring each kind of step
+MAX_STEPS = 64  # maximum steps of each kind
+SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long prompt is used if there is time for it
+TIMEOUT_SECONDS = 300.0  # of the child process that measures one engine
+# Times are measured again if other processes took more than this share of the CPU time that the
+# engine wanted.
+MAX_TAKEN_SHARE = 0.1
 
-# Simulated at each rate. All engines get the same draws, so that what so few requests add to all
-# capacities (5 to 8 % against 8,000) does not change their order; an engine takes 0.1 s of CPU.
+# Simulated requests at each rate. So few requests raise all capacities by 5 to 8 % compared with
+# 8,000, but all engines get the same sample, so their order does not change. One engine takes 0.1 s
+# of CPU time.
 CHOICE_REQUESTS = 500
 
 Say = Callable[[str], None]
 
 
 class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured times of one engine for one model on one machine."""
+    """Measured step times of one engine for one model on one machine."""
 
     slots: int
     prompt_tokens_per_second: float
-    decode_seconds: float  # time of a decode step of one row
-    decode_slots_seconds: float  # time of a decode step of `slots` rows
+    decode_seconds: float  # of a decode step with one row
+    decode_slots_seconds: float  # of a decode step with one row per slot
     taken_share: float = 0.0  # share of the engine's CPU time that other processes took
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate engine. `why_not`: why it cannot be chosen; "": it can."""
+    """An engine that may be chosen, with what is known about it so far."""
 
     backend: str
     weight_format: str
-    why_not: str = ""
-    times: EngineTimes | None = None  # for the model that is asked for; None: not measured
-    capacity: SimulatedCapacity | None = None  # under the workload and SLO, by `times`
-
-    is_without_slo: bool = False  # the capacity is that without limits
-    threads: int | None = None  # None: those of the question, the only number that is measured
+    why_not: str = ""  # why it cannot be chosen; "": it can
+    times: EngineTimes | None = None  # for the requested model; None: not measured
+    capacity: SimulatedCapacity | None = None  # under the workload and the SLO, from `times`
+    is_without_slo: bool = False  # `capacity` is without latency limits
+    threads: int | None = None  # None: as in the question, if only one number is measured
 
     @property
     def name(self) -> str:
-        """Return the engine and its format, and the threads where several numbers are tried."""
+        """The backend and weight format, and the number of threads if several are compared."""
         threads = "" if self.threads is None else f" with {self.threads} threads"
         return f"{self.backend} {self.weight_format}".strip() + threads
 
     @property
     def rate(self) -> float:
-        """Requests/s of its capacity; 0.0: not measured, or the SLO is missed even unloaded."""
+        """The capacity in requests/s; 0.0 if it was not measured or misses the SLO unloaded."""
         return 0.0 if self.capacity is None else self.capacity.rate
 
     @property
     def low_rate(self) -> float:
-        """Requests/s at the lower end of the 90 % interval of its capacity."""
+        """The lower end of the capacity's 90 % confidence interval, in requests/s."""
         steepness = 1.0 if self.capacity is None else self.capacity.steepness
         return self.rate * math.exp(-Z_90 * sd_of(0) * steepness)
 
 
 class EngineChoice(NamedTuple):
-    """The chosen engine, the reason, and all candidates."""
+    """The chosen engine, the reason in one sentence, and all candidates."""
 
     backend: str
     weight_format: str
@@ -147,31 +150,32 @@ class EngineChoice(NamedTuple):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is to be served on the CPU, and under which workload and SLO."""
+    """Which engine serves this model best on the CPU, under this workload and SLO?"""
 
     source: str  # a ladder model, a file or a folder
     request: PlacementRequest
     threads: int
-    cores: tuple[int, ...]
-    formats: tuple[str, ...] = ()  # none: USUAL
-    # (backend, format) pairs, of a model that is there already; none: those of `formats`
+    cores: tuple[int, ...]  # logical CPUs that the engine may use; (): all
+    formats: tuple[str, ...] = ()  # requested weight formats; (): USUAL
+    # (backend, weight format) pairs of a model whose files exist already; (): follow from `formats`
     engines: tuple[tuple[str, str], ...] = ()
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
-    cache: str | None = None
-    may_measure: bool = True  # False: use only times that are saved already
-    # Whether torch may be measured too; saved times are used in any case. Its weights take twice
-    # the room of the others, which is too much to prepare for a server that only starts.
+    cache: str | None = None  # the cache folder; None: the default one
+    may_measure: bool = True  # False: use only saved times
+    # Whether REFERENCE may be measured too; its saved times are used in any case. Its weights are
+    # twice as large as the others', which takes too long to prepare while a server starts.
     may_measure_reference: bool = False
-    are_threads_open: bool = False  # the user named no number: measure half of them too
+    are_threads_open: bool = False  # the user set no number of threads, so half are tried too
 
     @property
     def settings(self) -> SchedulerSettings:
-        """Return the engine's settings, with a CPU's defaults for those that are not set."""
+        """The engine's settings, with the CPU's defaults for those that are not set."""
         return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
 
     def key(self, engine: EngineCandidate) -> str:
-        """Return the key of the times in the table: all they depend on except the machine."""
+        """Return the key of an engine's saved times: all that they depend on, except the
+        machine."""
         model, settings = self.request.model, self.settings
         engine_name = f"{engine.backend} {engine.weight_format}".strip()
         threads = engine.threads or self.threads
@@ -182,8 +186,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """Return the numbers of threads that each engine is measured with; None: `threads`
-        alone."""
+        """The numbers of threads to measure each engine with; (None,) stands for `threads`
+        only."""
         if not self.are_threads_open or self.threads < MIN_HALVED_THREADS:
             return (None,)
         return (self.threads, self.threads // 2)
@@ -192,77 +196,78 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 def fastest_backend(
     question: Question, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineChoice:
-    """Return the choice; takes seconds for each engine that has not been measured here yet.
+    """Return the best engine for the question.
 
-    Raises NoPlacement if no engine can run the model here.
+    This takes several seconds for each engine that has not been measured on this machine yet.
+    `say` is called with a sentence for each engine that was measured, `progress` meanwhile.
+
+    Raises NoPlacement if no engine can run the model on this machine.
     """
     format_engines = [
-        pair for candidate in question.formats for pair in backends_with("cpu", candidate)
+        pair for weight_format in question.formats for pair in backends_with("cpu", weight_format)
     ]
     engines = question.engines or (format_engines if question.formats else usual_candidates(facts))
-    candidates = [_looked_at(question, facts, *pair) for pair in engines]
+    candidates = [_candidate(question, facts, *pair) for pair in engines]
     candidates = [
         msgspec.structs.replace(candidate, threads=threads)
         for candidate in candidates
         for threads in question.thread_counts[: 1 if candidate.why_not else None]
     ]
     if sum(not candidate.why_not for candidate in candidates) > 1:
-        measured = [
-            _measured(question, candidate, facts, say, progress) for candidate in candidates
+        candidates = [
+            _with_times(question, candidate, facts, say, progress) for candidate in candidates
         ]
-        is_reference = not (question.engines or question.formats)
-        candidates = _with_capacities(
-            question,
-            [
+        if not (question.engines or question.formats):  # REFERENCE counts only if it was measured
+            candidates = [
                 candidate
-                for candidate in measured
-                if not is_reference
-                or candidate.times
-                or (candidate.backend, candidate.weight_format) != REFERENCE
-            ],
-        )
-    possible = ranked(candidates, question.request.model)
-    if not possible:
+                for candidate in candidates
+                if candidate.times or (candidate.backend, candidate.weight_format) != REFERENCE
+            ]
+        candidates = _with_capacities(question, candidates)
+    ranking = rank(candidates, question.request.model)
+    if not ranking:
         reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
         reasons = reasons or f"no CPU engine has the format {', '.join(question.formats)}"
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
-    best = possible[0]
+    best = ranking[0]
     reason = _reason(question, best, candidates)
     return EngineChoice(best.backend, best.weight_format, reason, tuple(candidates), best.threads)
 
 
 def usual_candidates(facts: HardwareFacts) -> tuple[tuple[str, str], ...]:
-    """Return the engines that are looked at where no format is asked for, with their formats: torch
-    too where it is installed and the CPU multiplies bf16."""
+    """Return the candidates if no weight format is requested, as (backend, weight format): USUAL,
+    and REFERENCE if torch is installed and the CPU multiplies bf16."""
     has_bf16 = bool(BF16_FLAGS & {*facts.isa}) and REFERENCE[0] not in missing_backends()
     return (*USUAL, REFERENCE) if has_bf16 else USUAL
 
 
-def ranked(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
-    """Return the candidates that can be chosen, best first: by capacity, but the first is the one
-    with the most bits among those that the interval of the largest capacity does not tell apart.
-    Those that were not measured come last, in the order that they were given."""
-    possible = [candidate for candidate in candidates if not candidate.why_not]
-    order = sorted(possible, key=lambda candidate: candidate.rate, reverse=True)
-    if not order or not order[0].rate:
-        return order
-    indistinguishable = [candidate for candidate in order if candidate.rate >= order[0].low_rate]
-    best = max(
-        indistinguishable, key=lambda candidate: weight_bytes(model, candidate.weight_format)
-    )
-    return [best, *(candidate for candidate in order if candidate is not best)]
+def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
+    """Return the candidates that can be chosen, best first.
+
+    They are ordered by capacity, with one exception: of the candidates whose capacity lies within
+    the 90 % confidence interval of the highest one, the one with the largest weights comes first.
+    Candidates that were not measured come last, in their given order.
+    """
+    usable = [candidate for candidate in candidates if not candidate.why_not]
+    by_rate = sorted(usable, key=lambda candidate: candidate.rate, reverse=True)
+    if not by_rate or not by_rate[0].rate:
+        return by_rate
+    tied_for_best = [candidate for candidate in by_rate if candidate.rate >= by_rate[0].low_rate]
+    best = max(tied_for_best, key=lambda candidate: weight_bytes(model, candidate.weight_format))
+    return [best, *(candidate for candidate in by_rate if candidate is not best)]
 
 
 def _reason(
     question: Question, best: EngineCandidate, candidates: Sequence[EngineCandidate]
 ) -> str:
-    """Return a sentence: why this engine, under which workload and SLO, and what others carry."""
+    """Return why this engine was chosen, in one sentence with the workload, the SLO and the
+    capacities of all candidates."""
     if len(candidates) == 1:
         return f"{best.name} is the only engine of the CPU that runs it"
     rates = [candidate.rate for candidate in candidates if candidate.rate]
     unit_rate = min(rates, default=0.0)
     capacities = "; ".join(
-        f"{candidate.name}: {candidate.why_not or _carried(candidate.capacity, unit_rate)}"
+        f"{candidate.name}: {candidate.why_not or _capacity_text(candidate.capacity, unit_rate)}"
         for candidate in candidates
     )
     slots, slo = count(question.settings.slots), question.slo.name
@@ -285,7 +290,8 @@ def _reason(
     return text
 
 
-def _carried(simulated: SimulatedCapacity | None, unit_rate: float) -> str:
+def _capacity_text(simulated: SimulatedCapacity | None, unit_rate: float) -> str:
+    """Return the capacity with its unit, which is the one that suits `unit_rate` (requests/s)."""
     if simulated is None:
         return "not measured"
     if not simulated.rate:
@@ -296,10 +302,11 @@ def _carried(simulated: SimulatedCapacity | None, unit_rate: float) -> str:
 def known_times(
     question: Question, engine: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineTimes | None:
-    """Return the engine's times for the model, from the table or measured now, also if other
-    processes disturbed them.
+    """Return the engine's times for the model: saved times if they were undisturbed, else times
+    measured now, even if other processes disturb these too.
 
-    None: not in the table, and measuring is not allowed. Raises CrossoverError if measuring fails.
+    Without permission to measure, any saved times are returned, or None if there are none. Raises
+    CrossoverError if measuring fails.
     """
     cache, began = question.cache, time.monotonic()
     saved = read_table(cache, facts).get(question.key(engine))
@@ -308,10 +315,12 @@ def known_times(
         or bool(question.engines or question.formats)
         or (engine.backend, engine.weight_format) != REFERENCE
     )
-    if not may_measure or (saved is not None and saved.taken_share <= MAX_TAKEN):
+    if not may_measure or (saved is not None and saved.taken_share <= MAX_TAKEN_SHARE):
         return saved
-    kind, spelt = weights_of(engine.backend, engine.weight_format)
-    files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
+    kind, file_format = weights_of(engine.backend, engine.weight_format)
+    files = resolve(
+        question.source, kind=kind, weight_format=file_format, cache=cache, progress=progress
+    )
     config = EngineConfig(
         backend=engine.backend,
         model_path=files.path,
@@ -324,39 +333,40 @@ def known_times(
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.model)
-    spent = duration(time.monotonic() - began)
+    elapsed = duration(time.monotonic() - began)
     where = f"saved in {table_path(cache)}"
     try:
-        keep(cache, facts, question.key(engine), times)
+        save_times(cache, facts, question.key(engine), times)
     except OSError as problem:  # such as a cache on a read-only disk
         where = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
-    if times.taken_share > MAX_TAKEN:
+    if times.taken_share > MAX_TAKEN_SHARE:
         taken_text = share(times.taken_share, 2)
         where = f"other processes took {taken_text} of its CPU time: it is measured again next time"
-    say(f"measured {engine.name} on {files.name} in {spent}, {where}")
+    say(f"measured {engine.name} on {files.name} in {elapsed}, {where}")
     return times
 
 
-def _looked_at(
+def _candidate(
     question: Question, facts: HardwareFacts, backend: str, weight_format: str
 ) -> EngineCandidate:
-    """Return the candidate, with the reason if it cannot run here."""
+    """Return the engine as a candidate, with the reason if it cannot run on this machine."""
     why_not = missing_backends().get(backend, "")
     request = msgspec.structs.replace(question.request, weight_format=weight_format)
-    attempt, reason = fitted(request, facts, backend, None)
+    attempt, reason = consider(request, facts, backend, None)
     if attempt is None and reason is not None:
         why_not = why_not or reason.text
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
 
 
-def _measured(
+def _with_times(
     question: Question,
     candidate: EngineCandidate,
     facts: HardwareFacts,
     say: Say,
     progress: Progress,
 ) -> EngineCandidate:
-    """Return the candidate with its times; one that cannot be measured cannot be chosen."""
+    """Return the candidate with its times for the requested model, scaled from those of PROXY if
+    the model is large. If measuring fails, the error becomes `why_not`."""
     if candidate.why_not:
         return candidate
     spec, measured_question = question.request.model, question
@@ -374,15 +384,17 @@ def _measured(
     measured_model = measured_question.request.model
 
     def weight_ratio(rows: int) -> float:
-        """Return the weight bytes that a step reads, relative to those of the measured model."""
+        """Return the weight bytes that a step of this many rows reads, as a multiple of those that
+        it reads of the measured model."""
         model_bytes = spec.step_weight_bytes(rows, spec.parameters)
         return model_bytes / measured_model.step_weight_bytes(rows, measured_model.parameters)
 
-    # Prompts are compute-bound; decode steps are bound by reading weights (only experts in use).
-    factor = spec.active_parameters / measured_model.active_parameters
+    # Prefill is compute-bound, so its time follows the active parameters. Decode is memory-bound,
+    # so its time follows the bytes of the weights that a step reads.
+    compute_ratio = spec.active_parameters / measured_model.active_parameters
     times = EngineTimes(
         slots=times.slots,
-        prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
+        prompt_tokens_per_second=times.prompt_tokens_per_second / compute_ratio,
         decode_seconds=times.decode_seconds * weight_ratio(1),
         decode_slots_seconds=times.decode_slots_seconds * weight_ratio(times.slots),
     )
@@ -392,8 +404,8 @@ def _measured(
 def _with_capacities(
     question: Question, candidates: Sequence[EngineCandidate]
 ) -> list[EngineCandidate]:
-    """Return the candidates with the capacities of those that were measured: under the SLO, or
-    without limits where none of them meets it unloaded."""
+    """Return the candidates with the capacities of those that were measured. If none of them meets
+    the SLO unloaded, all capacities are without latency limits."""
 
     def capacities_under(slo: Slo, is_without_slo: bool) -> list[EngineCandidate]:
         return [
@@ -422,27 +434,30 @@ def _with_capacities(
 
 
 def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
-    """Return the step-time model of an engine whose steps of one row and of all slots were
-    timed."""
-    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
-    row = min(max(row, 0.0), times.decode_seconds)
+    """Return the step-time model through the two decode times, of one row and of all slots:
+
+        seconds = base + row_seconds * decode rows + prompt_token_seconds * prompt tokens
+    """
+    row_seconds = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
+    row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)
     return StepTimeModel(
-        base_seconds=times.decode_seconds - row,
-        row_seconds=row,
+        base_seconds=times.decode_seconds - row_seconds,
+        row_seconds=row_seconds,
         prompt_token_seconds=1 / times.prompt_tokens_per_second,
     )
 
 
-# --- the kept table
+# --- the table of saved times
 
 
 def table_path(cache: str | Path | None) -> Path:
+    """Return the file with the saved times in this cache folder (None: the default one)."""
     return cache_dir(cache) / "engine-times.json"
 
 
 def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
-    """Return the saved times by Question.key; {} if the file is from another machine or other
-    library versions, or cannot be read."""
+    """Return the saved times by Question.key. Empty if the file cannot be read, or was written on
+    another machine or with other versions of the engines' libraries."""
     try:
         content = table_path(cache).read_bytes()
         machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])
@@ -451,8 +466,11 @@ def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, Engi
     return rows if machine == _machine(facts) else {}
 
 
-def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes) -> None:
-    """Write the table with these times, which replace older ones of the same key, atomically."""
+def save_times(
+    cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes
+) -> None:
+    """Save the times of one engine in the table, atomically; older ones of the same key are
+    replaced. Raises OSError."""
     table = _machine(facts), read_table(cache, facts) | {key: times}
     path = table_path(cache)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -460,7 +478,7 @@ def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: Engine
 
 
 def _machine(facts: HardwareFacts) -> str:
-    """Return the facts of the machine that all times depend on."""
+    """Return what all times in a table depend on: the CPU and the engines' library versions."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
     return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
@@ -470,58 +488,66 @@ def _machine(facts: HardwareFacts) -> str:
 
 
 def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
-    """Return the engine's times with this configuration and a context as short as possible.
+    """Measure the engine with this configuration in a child process, with the shortest context
+    that the measurement needs.
 
-    Raises ServingError.
+    Raises ServingError if the child process fails or takes longer than TIMEOUT_SECONDS.
     """
     context = min(spec.context, LONG_PROMPT + 4 * MAX_STEPS)
     settings = msgspec.structs.replace(config.settings, context_tokens=context, kv_tokens=None)
-    small = msgspec.structs.replace(config, settings=settings)
-    ran = run_python(
-        *("-m", "crossover.serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
+    config = msgspec.structs.replace(config, settings=settings)
+    child = run_python(
+        "-m",
+        "crossover.serving.placement.fastest_backend",
+        msgspec.json.encode(config).decode(),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    if ran.status == 0:
-        return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
-    why = f"no result after {TIMEOUT_SECONDS:g} s" if ran.status is None else ran.reason
+    if child.status == 0:
+        return msgspec.json.decode(child.output.splitlines()[-1], type=EngineTimes)
+    why = f"no result after {TIMEOUT_SECONDS:g} s" if child.status is None else child.reason
     raise ServingError(f"{config.backend} {config.weight_format} failed: {why}")
 
 
 def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
-    """Return the times of a loaded backend, measured with steps of random tokens."""
+    """Return the step times of a loaded backend, measured with random tokens.
+
+    `clock` returns seconds. `taken_share` is left at 0.
+    """
     info, settings = backend.info, backend.info.settings
     generator, slot_tokens = np.random.default_rng(1), [0] * settings.slots
+    first_token = 3  # lower ids are usually special tokens
 
     def seconds_of(slots: Iterable[int], tokens: int) -> float:
-        """Return the seconds of a step that appends this many tokens to each of these slots."""
-        step = []
+        """Run a step that appends this many tokens to each of these slots; return its seconds."""
+        rows = []
         for slot in slots:
-            token_ids = generator.integers(
-                3, info.vocabulary, tokens, np.int32
-            )  # below: special ones
-            step.append(Row(slot, token_ids, slot_tokens[slot], True))
+            token_ids = generator.integers(first_token, info.vocabulary, tokens, np.int32)
+            rows.append(Row(slot, token_ids, slot_tokens[slot], True))
             slot_tokens[slot] += tokens
         started = clock()
-        backend.step(step)
+        backend.step(rows)
         return max(clock() - started, 1e-9)
 
-    def prompt(slot: int, tokens: int) -> float:
+    def prefill(slot: int, tokens: int) -> float:
+        """Run a step with a new prompt in this slot; return its seconds."""
         slot_tokens[slot] = 0
         return seconds_of([slot], tokens)
 
     def lower_quartile(step: Callable[[], float], min_steps: int) -> float:
-        """Return the lower quartile, since other work on the machine only makes steps longer."""
+        """Repeat a step and return the lower quartile of its seconds, since other work on the
+        machine can only make steps longer."""
         deadline, timings = clock() + PART_SECONDS, list[float]()
         while len(timings) < min_steps or (clock() < deadline and len(timings) < MAX_STEPS):
             timings.append(step())
         return sorted(timings)[len(timings) // 4]
 
     max_prompt = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
-    rate_guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
-    length = int(min(max_prompt, max(SHORT_PROMPT, rate_guess * PART_SECONDS)))
-    prompt_seconds = lower_quartile(lambda: prompt(0, length), 1)
-    for slot in range(1, settings.slots):  # all together in the time of one long prompt
-        prompt(slot, max(4, length // settings.slots))
+    tokens_per_second = SHORT_PROMPT / min(prefill(0, SHORT_PROMPT) for _ in range(2))
+    length = int(min(max_prompt, max(SHORT_PROMPT, tokens_per_second * PART_SECONDS)))
+    prompt_seconds = lower_quartile(lambda: prefill(0, length), 1)
+    # The other slots need some context for the decode steps: together as many tokens as the prompt.
+    for slot in range(1, settings.slots):
+        prefill(slot, max(4, length // settings.slots))
     return EngineTimes(
         slots=settings.slots,
         prompt_tokens_per_second=length / prompt_seconds,
@@ -531,26 +557,30 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Return the seconds that threads of this process ran, and those that they were ready but had
-    no core, or that the hypervisor took."""
-    schedstats = [read_text(one).split() for one in Path("/proc/self/task").glob("*/schedstat")]
-    ran, waited = (1e-9 * sum(int(fields[at]) for fields in schedstats if fields) for at in (0, 1))
-    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    cores = (line.split() for line in read_text(Path("/proc/stat")).splitlines())
-    stolen = sum(int(fields[8]) for fields in cores if fields[0] in names)
-    return ran, waited + stolen / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds that this process's threads used, and the CPU seconds that they lost:
+    they were ready to run but had no core, or the hypervisor took the core (steal time)."""
+    # schedstat: nanoseconds running, nanoseconds waiting in a run queue, time slices
+    schedstats = [read_text(path).split() for path in Path("/proc/self/task").glob("*/schedstat")]
+    running_seconds, waiting_seconds = (
+        1e-9 * sum(int(fields[index]) for fields in schedstats if fields) for index in (0, 1)
+    )
+    cpu_names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    cpu_lines = (line.split() for line in read_text(Path("/proc/stat")).splitlines())
+    steal_ticks = sum(int(fields[8]) for fields in cpu_lines if fields[0] in cpu_names)
+    return running_seconds, waiting_seconds + steal_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """The child process: measure on the engine's cores and print one line of JSON."""
+    """Run in the child process: measure on the engine's cores and print one line of JSON."""
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)
-    cpu_before = _cpu_seconds()
+    used_before, lost_before = _cpu_seconds()
     times = measure(backend)
-    ran, lost = (now - was for now, was in zip(_cpu_seconds(), cpu_before, strict=True))
-    times = msgspec.structs.replace(times, taken_share=round(lost / max(ran + lost, 1e-9), 4))
+    used_after, lost_after = _cpu_seconds()
+    used, lost = used_after - used_before, lost_after - lost_before
+    times = msgspec.structs.replace(times, taken_share=round(lost / max(used + lost, 1e-9), 4))
     backend.close()
     print(f"\n{msgspec.json.encode(times).decode()}", flush=True)
 

@@ -1,18 +1,24 @@
-"""Decides where a model runs, in how much memory, and why. Pure.
+"""Decides on which device and engine a model runs, predicts its memory, and says why. Pure.
 
     placement = plan(PlacementRequest(model=spec), hardware_facts())
     placement.device, placement.backend          # "cpu", "llama_cpp"
     print("\\n".join(explain(placement)))
 
-Candidates are tried in order: the GPU with each backend that can use it, then the CPU with every
-backend that runs there. The first one that fits is chosen. The engine falls back to later ones: the
-best engine on the CPU, and last the GPU's own backend on the CPU, which needs no other files. Of
-several GPUs, the one with the most free memory is used.
+Candidates are considered in order: the GPU with each backend that can use it, then the CPU with
+each backend that runs there. The first one that fits in memory is chosen, and the later ones are
+its fallbacks: the best engine on the CPU, and last the GPU's own backend on the CPU, which needs no
+further files. Of several GPUs, the one with the most free memory is used.
 
-Memory: the weights (the file's size, else the format's), the KV cache layer by layer in the type
-and the row lengths that the backend holds, recurrent states by slot, the buffer of a step's
-computation, which grows with the context, and the overhead of the backend's row in the table. For a
-GGUF file on the CPU llama.cpp itself has said its sizes (`PlacementRequest.held`).
+The predicted memory is the sum of
+
+- the weights: the size of the file, or of the weight format if there is no file yet;
+- the KV cache, layer by layer, in the data type and row lengths that the backend uses;
+- the recurrent states of all slots;
+- the buffers of a step's computation, which grow with the context;
+- the backend's overhead, from the table of backends.
+
+For a GGUF file on the CPU, llama.cpp itself reports the cache, state and buffer sizes
+(`PlacementRequest.memory_by_context`).
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import msgspec
 from crossover.models.formatting import size
 from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from crossover.models.weight_formats import weight_bytes as format_bytes
-from crossover.serving.backends.backend_interface import HeldMemory
+from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from crossover.serving.capacity.scheduler_settings import (
     AUTO,
@@ -40,13 +46,16 @@ from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.option_help import check
 from crossover.serving.server_options import Policy
 
-HEADROOM = 0.95  # share of the free memory that a plan may use
-KV_SHARE = 0.25  # of the free memory, if no context length is set
-MIN_CONTEXT = 2048  # if no context length is set and memory is short
+USABLE_SHARE = 0.95  # share of the free memory that a placement may use
+# If no context length is set, KV cache and buffers may use at most this share of the free memory,
+# but the context is at least MIN_CONTEXT tokens.
+KV_SHARE = 0.25
+MIN_CONTEXT = 2048
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One step of the decision. `cause` is None for a reason in favor of the choice."""
+    """A reason of the decision. `cause` says why a candidate was ruled out, or is None for a remark
+    on the choice."""
 
     cause: Cause | None
     text: str
@@ -57,8 +66,8 @@ class NoPlacement(ServingError):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The model to place and what is requested. None: the tables of crossover.serving.backends
-    decide."""
+    """The model to place, and the user's requests. Fields that are None are decided by
+    crossover.serving.backends.backend_table."""
 
     model: ModelSpec
     policy: Policy = Policy.auto
@@ -66,25 +75,25 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str | None = None
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
-    weight_bytes: int | None = None  # of the file; None: there is none yet
-    # What the engine on the CPU says that it will hold, by length of context, ascending; (): it was
-    # not asked, since there is no file yet.
-    held: tuple[HeldMemory, ...] = ()
-    check_memory: bool = True  # False: plan even what does not fit, and say so
-    # Backends of the CPU and their formats where no backend is named, the best first; (): as in the
-    # table of backends.
+    weight_bytes: int | None = None  # size of the file; None: there is no file yet
+    # The memory that the CPU's engine reports for this file, by ascending context length; (): there
+    # is no file yet, or the engine cannot report it.
+    memory_by_context: tuple[EngineMemory, ...] = ()
+    check_memory: bool = True  # False: a candidate that does not fit is accepted, with a reason
+    # (backend, weight format) pairs for the CPU if no backend is requested, best first; (): the
+    # order of the table of backends.
     cpu_backends: tuple[tuple[str, str | None], ...] = ()
 
 
 class Obstacles(msgspec.Struct, frozen=True):
-    """Backends that cannot run (backend -> why) or cannot use the GPU (backend -> cause, why)."""
+    """Why backends cannot run on this machine, by the backend's name."""
 
-    missing: Mapping[str, str] = {}
-    gpu: Mapping[str, tuple[Cause, str]] = {}
+    missing: Mapping[str, str] = {}  # backends that cannot run at all: why
+    gpu: Mapping[str, tuple[Cause, str]] = {}  # backends that cannot use the GPU: cause and why
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One engine that may run the model; sizes in bytes."""
+    """A candidate: one engine that may run the model, with its predicted memory."""
 
     device: str  # "cpu" or "gpu"
     backend: str
@@ -93,41 +102,46 @@ class Attempt(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     overhead_bytes: int  # libraries, vocabulary, copies of weights
-    free_bytes: int | None  # that may be used; None: the machine does not say
-    settings: SchedulerSettings = SchedulerSettings()  # its KV type is that which it stores
-    device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
-    vendor: str = ""  # the GPU's
-    state_bytes: int = 0  # of recurrent layers in all slots, and of checkpoints
+    free_bytes: int | None  # free memory that may be used; None: the machine does not report it
+    settings: SchedulerSettings = SchedulerSettings()  # with the KV type that the engine stores
+    device_id: str = ""  # the GPU's UUID; "": the CPU, or the driver reports no UUID
+    vendor: str = ""  # of the GPU
+    state_bytes: int = 0  # recurrent states of all slots, and checkpoints
     buffer_bytes: int = 0  # of a step's computation, mostly attention over a long context
 
     @property
     def place(self) -> str:
-        """Return where its memory is: "cpu" for RAM, else the GPU's UUID, or "gpu" without one."""
+        """Where the memory is: "cpu" for RAM, else the GPU's UUID, or "gpu" if it has none."""
         return self.device_id or self.device
 
     @property
     def need_bytes(self) -> int:
+        """The predicted memory in total."""
         cache = self.kv_bytes + self.state_bytes
         return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
 
     @property
     def memory_text(self) -> str:
-        """Return the parts of its memory as text."""
+        """The parts of the predicted memory as text: "weights 1.2 GB + KV 0.4 GB + ..."."""
         parts = [("weights", self.weight_bytes), ("KV", self.kv_bytes)]
         parts += [("state", self.state_bytes), ("buffers", self.buffer_bytes)]
-        nonzero_parts = [
-            (name, count) for name, count in parts if count or name in ("weights", "KV")
+        listed_parts = [
+            (name, part_bytes)
+            for name, part_bytes in parts
+            if part_bytes or name in ("weights", "KV")
         ]
-        nonzero_parts.append(("overhead", self.overhead_bytes))
-        return " + ".join(f"{name} {size(count)}" for name, count in nonzero_parts)
+        listed_parts.append(("overhead", self.overhead_bytes))
+        return " + ".join(f"{name} {size(part_bytes)}" for name, part_bytes in listed_parts)
 
     @property
     def fits(self) -> bool:
+        """Whether the predicted memory is free. True if the machine does not report it."""
         return self.free_bytes is None or self.need_bytes <= self.free_bytes
 
 
 class Placement(Attempt, frozen=True, kw_only=True):
-    """The decision: the first attempt, and all attempts in the order in which they are tried."""
+    """The decision: its own fields are those of the first attempt, and `attempts` has all attempts
+    in the order in which they are tried."""
 
     model: str
     policy: Policy
@@ -135,17 +149,18 @@ class Placement(Attempt, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...]
 
 
-# A device and backend that was considered: usable, or the reason why not (or both).
-Looked = tuple[Attempt | None, Reason | None]
-NOTHING_KNOWN = Obstacles()
+# A candidate after it was considered: the attempt if it is usable, and the reason if there is one.
+# A candidate that does not fit but need not (`check_memory` is off) has both.
+Considered = tuple[Attempt | None, Reason | None]
+NO_OBSTACLES = Obstacles()
 
 
 def plan(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles = NOTHING_KNOWN
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles = NO_OBSTACLES
 ) -> Placement:
-    """Decide where the model runs on a machine with these facts.
+    """Decide where the model runs on a machine with this hardware.
 
-    Raises NoPlacement if no device is left, Unsupported for impossible sizes.
+    Raises NoPlacement if no candidate is usable, and Unsupported for settings out of range.
     """
     check(request)
     model, settings = request.model, request.settings
@@ -159,7 +174,7 @@ def plan(
             f"{context}. Raise kv_tokens or lower context_tokens."
         )
     request = in_context(request, context)
-    considered = list(_everywhere(request, facts, obstacles))
+    considered = list(_consider_all(request, facts, obstacles))
     attempts = tuple(attempt for attempt, _ in considered if attempt is not None)
     reasons = [reason for _, reason in considered if reason is not None]
     if requested_context is not None and context < requested_context:
@@ -181,8 +196,12 @@ def plan(
 
 
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
-    """Return the maximum tokens of one sequence: as requested, else the model's own limit, reduced
-    until KV cache and attention buffer take at most KV_SHARE of each engine's free memory."""
+    """Return the maximum tokens of one sequence.
+
+    It is the requested context, if there is one. Otherwise it is the longest context, up to the
+    model's own maximum, at which KV cache and buffers take at most KV_SHARE of the free memory of
+    each engine that would be tried.
+    """
     model_context, requested = request.model.context, request.settings
     if requested.context_tokens is not None:
         return min(requested.context_tokens, model_context)
@@ -190,11 +209,11 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
         return min(MIN_CONTEXT, model_context, requested.kv_tokens)
 
     shortest = min(model_context, MIN_CONTEXT)
-    # A GPU's slots follow from what a context leaves: here it has a CPU's, where nobody says.
+    # A GPU's default number of slots follows from the context, so the CPU's default is used here.
     slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
     sized_request = in_context(request, shortest, slots=slots)
     gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
-    considered = _everywhere(sized_request, facts, obstacles, has_last_resort=False)
+    considered = _consider_all(sized_request, facts, obstacles, has_last_resort=False)
     engines = [attempt for attempt, _ in considered if attempt is not None]
 
     def fits(context: int) -> bool:
@@ -204,7 +223,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
                 sized_request, weight_format=engine.weight_format
             )
             gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
-            attempt = predicted(sized_request, facts, engine.backend, gpu)
+            attempt = predict(sized_request, facts, engine.backend, gpu)
             if attempt.free_bytes is not None:
                 growing_bytes = attempt.kv_bytes + attempt.buffer_bytes
                 room_bytes = attempt.free_bytes - attempt.need_bytes + growing_bytes
@@ -214,7 +233,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
 
     if fits(model_context):
         return model_context
-    # The longest multiple of 1,024 tokens that fits, by halving.
+    # The longest multiple of 1,024 tokens that fits, by bisection.
     low, high = shortest // 1024, -(-model_context // 1024)
     while high - low > 1:
         middle = (low + high) // 2
@@ -231,35 +250,37 @@ def in_context(
     return msgspec.structs.replace(request, settings=sized)
 
 
-def _everywhere(
+def _consider_all(
     request: PlacementRequest,
     facts: HardwareFacts,
     obstacles: Obstacles,
     *,
     has_last_resort: bool = True,
-) -> Iterator[Looked]:
-    """Yield every device and backend that the policy allows, in the order they are tried.
+) -> Iterator[Considered]:
+    """Yield a candidate for every device and backend that the policy allows, in the order in which
+    they are tried.
 
-    `has_last_resort`: add the GPU's backend on the CPU after the best engine of the CPU.
+    `has_last_resort`: after the best engine of the CPU, yield the GPU's backend on the CPU too.
     """
-    on_gpu: list[Looked] = []
+    on_gpu: list[Considered] = []
     if request.policy is Policy.cpu_only:
         yield None, Reason(Cause.forced, "the policy cpu-only excludes GPUs")
     else:
-        on_gpu = list(_on_gpu(request, facts, obstacles))
+        on_gpu = list(_consider_gpu(request, facts, obstacles))
         yield from on_gpu
     if request.policy is Policy.gpu_only:
         yield None, Reason(Cause.forced, "the policy gpu-only excludes the CPU")
     else:
-        chosen = [one for one, _ in on_gpu if one is not None and has_last_resort]
-        yield from _on_cpu(request, facts, obstacles, chosen[-1] if chosen else None)
+        gpu_attempts = [attempt for attempt, _ in on_gpu if attempt is not None]
+        last_resort = gpu_attempts[-1] if gpu_attempts and has_last_resort else None
+        yield from _consider_cpu(request, facts, obstacles, last_resort)
 
 
-def _on_gpu(
+def _consider_gpu(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
-) -> Iterator[Looked]:
-    """Yield the GPU with the first backend that can use it and fits, after the reasons against the
-    others. Of several GPUs, it is the one with the most free memory."""
+) -> Iterator[Considered]:
+    """Yield the reasons against each backend that cannot use the GPU, then the attempt with the
+    first one that can and fits. Of several GPUs, the one with the most free memory is used."""
     if not facts.gpus:
         cause = Cause(facts.gpu_cause or Cause.no_device)
         yield None, Reason(cause, facts.gpu_note or "no GPU found")
@@ -281,45 +302,49 @@ def _on_gpu(
             text = f"{prefix} {name} cannot use it: {why}"
         else:
             gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
-            looked = fitted(request, facts, name, gpu)
-            yield looked
-            if looked[0] is not None:
+            attempt, reason = consider(request, facts, name, gpu)
+            yield attempt, reason
+            if attempt is not None:
                 return
             continue
         yield None, Reason(cause, text)
 
 
-def _on_cpu(
+def _consider_cpu(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, on_gpu: Attempt | None
-) -> Iterator[Looked]:
-    """Yield the first CPU backend that fits, after the reasons against the others; then the backend
-    of the GPU's attempt, whose files exist."""
-    is_found, is_short = False, False
+) -> Iterator[Considered]:
+    """Yield the reasons against each CPU backend that cannot run or does not fit, then the attempt
+    with the first one that does. After it comes the last resort: the backend of the GPU's attempt
+    `on_gpu` on the CPU, whose files exist already."""
+    has_attempt, is_memory_short = False, False
     for name, weight_format in _cpu_backends(request):
-        is_the_gpus = on_gpu is not None and on_gpu.backend == name
-        if is_found and not is_the_gpus:
+        is_gpu_backend = on_gpu is not None and on_gpu.backend == name
+        if has_attempt and not is_gpu_backend:
             continue
         if name in obstacles.missing:
             text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
             yield None, Reason(Cause.backend_missing, text)
             continue
-        if is_found and on_gpu is not None:
+        if has_attempt and on_gpu is not None:
             weight_format = on_gpu.weight_format
         format_request = msgspec.structs.replace(request, weight_format=weight_format)
-        attempt, reason = fitted(format_request, facts, name, None)
-        if is_found:  # whether the last resort fits is nobody's question
+        attempt, reason = consider(format_request, facts, name, None)
+        if has_attempt:  # a last resort that does not fit is left out without a reason
             if attempt is not None and reason is None:
                 yield attempt, None
             continue
-        is_repeated = is_short and attempt is None  # the format before it needs less
-        is_short = is_short or (reason is not None and reason.cause is Cause.insufficient_memory)
+        # One shortage is reported; the formats after it need more memory.
+        is_repeated = is_memory_short and attempt is None
+        if reason is not None and reason.cause is Cause.insufficient_memory:
+            is_memory_short = True
         if not is_repeated:
             yield attempt, reason
-        is_found = attempt is not None
+        has_attempt = attempt is not None
 
 
 def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:
-    """Return the backends that may run the model on the CPU with their formats, best first."""
+    """Return the (backend, weight format) pairs to try on the CPU, best first. A format of None is
+    the backend's default."""
     if request.backend:
         return [(request.backend, request.weight_format)]
     if request.cpu_backends:
@@ -330,11 +355,16 @@ def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]
     return [(name, None) for name in DEFAULTS["cpu"]]
 
 
-def fitted(
+def consider(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
-) -> Looked:
-    """Return the attempt if it fits, else the shortage (both if check_memory is off)."""
-    attempt = predicted(request, facts, backend, gpu)
+) -> Considered:
+    """Return the attempt to run the model with this backend on this GPU, or on the CPU if it is
+    None. If it does not fit in memory, return the reason, and the attempt only if `check_memory` is
+    off. The context must be set.
+
+    Raises NoPlacement if the backend does not have the weight format.
+    """
+    attempt = predict(request, facts, backend, gpu)
     where = f"on the {attempt.device.upper()}"
     requested, settings = request.settings, attempt.settings
     if requested.kv_dtype not in (None, AUTO, settings.kv_dtype):
@@ -350,23 +380,25 @@ def fitted(
         f"{where} ({attempt.memory_text.replace(' + ', ', ')}), "
         f"{size(attempt.free_bytes or 0)} may be used"
     )
-    of_slots = attempt.kv_bytes + attempt.state_bytes
-    room_bytes = (attempt.free_bytes or 0) - attempt.need_bytes + of_slots
-    fitting = room_bytes // max(1, of_slots // settings.slots)
-    advice = f"{fitting} slots instead of {settings.slots} would fit"
-    text += f"; {advice if fitting > 0 else 'use a smaller model or format'}"
+    slots_bytes = attempt.kv_bytes + attempt.state_bytes
+    room_bytes = (attempt.free_bytes or 0) - attempt.need_bytes + slots_bytes
+    fitting_slots = room_bytes // max(1, slots_bytes // settings.slots)
+    advice = f"{fitting_slots} slots instead of {settings.slots} would fit"
+    text += f"; {advice if fitting_slots > 0 else 'use a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else attempt, Reason(cause, text)
 
 
-def predicted(
+def predict(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Attempt:
-    """Return the engine with its predicted memory on this GPU, or on the CPU. The context must be
-    known.
+    """Return the attempt with this backend on this GPU, or on the CPU if it is None, with its
+    predicted memory. The context must be set.
 
-    If slots are not set, a GPU gets as many as fit beside weights and workspaces, at most
-    MAX_GPU_SLOTS, or a CPU's default if the driver does not report its free memory.
+    If the number of slots is not set, a GPU gets as many as fit beside the weights and buffers, at
+    most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default.
+
+    Raises NoPlacement if the backend does not have the weight format.
     """
     spec, model, requested = spec_of(backend), request.model, request.settings
     device = "cpu" if gpu is None else "gpu"
@@ -380,22 +412,22 @@ def predicted(
         weights = format_bytes(model, weight_format)
     weights = weights or 0
     free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
-    usable_bytes = None if free_bytes is None else int(free_bytes * HEADROOM)
+    usable_bytes = None if free_bytes is None else int(free_bytes * USABLE_SHARE)
 
     def with_slots(slots: int) -> Attempt:
-        of_slots = msgspec.structs.replace(requested, slots=slots)
-        settings = of_slots.filled(DEFAULT_SETTINGS[device])
+        """Return the attempt with this number of slots."""
+        settings = msgspec.structs.replace(requested, slots=slots).filled(DEFAULT_SETTINGS[device])
         context, tokens = settings.context_tokens, settings.pool_tokens
         if tokens == slots * context or not spec.shares_kv:
             tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
         overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, settings)
-        if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
+        if gpu is None and spec.extra_bytes is not None:  # matrices of which it keeps two copies
             overhead += spec.extra_bytes(model, weight_format, facts.isa)
-        if gpu is None and request.held and spec.weights == "gguf":
-            held_memory = held_at(request.held, context)
+        if gpu is None and request.memory_by_context and spec.weights == "gguf":
+            memory = memory_at(request.memory_by_context, context)
         else:
             attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
-            held_memory = HeldMemory(
+            memory = EngineMemory(
                 context_tokens=context,
                 kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
                 state_bytes=spec.state_bytes(model, tokens, slots, kv_dtype, request.prefix_reuse),
@@ -409,9 +441,9 @@ def predicted(
                 settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
             ),
             weight_bytes=weights,
-            kv_bytes=held_memory.kv_bytes,
-            state_bytes=held_memory.state_bytes,
-            buffer_bytes=held_memory.buffer_bytes,
+            kv_bytes=memory.kv_bytes,
+            state_bytes=memory.state_bytes,
+            buffer_bytes=memory.buffer_bytes,
             overhead_bytes=overhead,
             free_bytes=usable_bytes,
             device_name=facts.cpu_model if gpu is None else gpu.name,
@@ -421,48 +453,59 @@ def predicted(
 
     slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
     if requested.slots is None and gpu is not None and usable_bytes is not None:
-        counts = range(1, MAX_GPU_SLOTS + 1)
-        fitting = bisect_right(counts, usable_bytes, key=lambda n: with_slots(n).need_bytes)
-        slots = max(1, fitting)
+        slot_counts = range(1, MAX_GPU_SLOTS + 1)
+        slots = max(
+            1, bisect_right(slot_counts, usable_bytes, key=lambda n: with_slots(n).need_bytes)
+        )
     return with_slots(slots)
 
 
-def held_at(known_lengths: Sequence[HeldMemory], context: int) -> HeldMemory:
-    """Return the memory of an engine at this context length, interpolated or extrapolated from
-    known lengths. Caches grow linearly, and the buffer is the maximum of constant and linear parts,
-    so a line between two lengths is never too low."""
+def memory_at(memory_by_context: Sequence[EngineMemory], context: int) -> EngineMemory:
+    """Return an engine's memory at this context length (tokens), interpolated or extrapolated
+    linearly from its memory at other lengths, which are ascending.
+
+    Caches grow linearly with the context, in blocks of 256 tokens. Buffers are the maximum of
+    constant and linear parts, so interpolation never predicts too little.
+    """
+    # The first entry that is at least as long as the context.
     index = next(
         (
             position
-            for position, known in enumerate(known_lengths)
-            if known.context_tokens >= context
+            for position, memory in enumerate(memory_by_context)
+            if memory.context_tokens >= context
         ),
-        len(known_lengths),
+        len(memory_by_context),
     )
-    if index < len(known_lengths) and known_lengths[index].context_tokens == context:
-        return known_lengths[index]
-    if len(known_lengths) == 1:
-        (known,) = known_lengths
-        scale = -(-context // 256) / -(-known.context_tokens // 256)
-        grown = {name: round(getattr(known, name) * scale) for name in ("kv_bytes", "buffer_bytes")}
-        return msgspec.structs.replace(known, context_tokens=context, **grown)
-    first, second = known_lengths[max(0, min(index, len(known_lengths) - 1) - 1) :][:2]
-    padded = -(-context // 256) * 256
-    share = (padded - first.context_tokens) / (second.context_tokens - first.context_tokens)
+    if index < len(memory_by_context) and memory_by_context[index].context_tokens == context:
+        return memory_by_context[index]
     names = ("kv_bytes", "buffer_bytes")
-    ends = {name: (getattr(first, name), getattr(second, name)) for name in names}
-    grown = {name: max(0, round(low + share * (high - low))) for name, (low, high) in ends.items()}
-    return msgspec.structs.replace(second, context_tokens=context, **grown)
+    if len(memory_by_context) == 1:
+        (memory,) = memory_by_context
+        scale = -(-context // 256) / -(-memory.context_tokens // 256)
+        scaled = {name: round(getattr(memory, name) * scale) for name in names}
+        return msgspec.structs.replace(memory, context_tokens=context, **scaled)
+    left = max(0, min(index, len(memory_by_context) - 1) - 1)
+    shorter, longer = memory_by_context[left], memory_by_context[left + 1]
+    padded = -(-context // 256) * 256
+    share = (padded - shorter.context_tokens) / (longer.context_tokens - shorter.context_tokens)
+    ends = {name: (getattr(shorter, name), getattr(longer, name)) for name in names}
+    on_line = {
+        name: max(0, round(low + share * (high - low))) for name, (low, high) in ends.items()
+    }
+    return msgspec.structs.replace(longer, context_tokens=context, **on_line)
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
-    """Return the backend if the user names none: the first with the format, else the default."""
+    """Return the device's default backend: the first one that has the weight format, or the first
+    of all if no format is given or none has it."""
     backends = backends_with(device, weight_format) if weight_format else []
     return backends[0][0] if backends else DEFAULTS[device][0]
 
 
 def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
-    """Return the backends of a device with a format and how each spells it, the default first."""
+    """Return the backends of a device that have a weight format, in the order of preference, as
+    (backend, format in the backend's spelling). Upper and lower case are distinguished only if that
+    leaves a match."""
     names = [*DEFAULTS[device], *BACKENDS]
     matches = [
         (name, own_format)
@@ -470,14 +513,15 @@ def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
         for own_format in BACKENDS[name].formats
         if device in BACKENDS[name].devices and own_format.lower() == weight_format.lower()
     ]
-    # BF16 is a GGUF format, bf16 one of torch.
+    # For example, BF16 is a GGUF format, and bf16 one of torch.
     return [pair for pair in matches if pair[1] == weight_format] or matches
 
 
 def narrowed(
     placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
 ) -> Placement:
-    """Return the decision with only these attempts (the first is chosen) and one more reason."""
+    """Return the placement with only these attempts, of which the first is chosen, and with one
+    further reason, if given."""
     return msgspec.structs.replace(
         placement,
         reasons=placement.reasons if reason is None else (*placement.reasons, reason),
@@ -487,7 +531,7 @@ def narrowed(
 
 
 def explain(placement: Placement) -> list[str]:
-    """Return the decision as lines of text: what runs where, the arithmetic, and every reason."""
+    """Return the decision as lines of text: what runs where, its memory, and every reason."""
     lines = [
         f"{placement.model} on the {placement.device.upper()} with {placement.backend}, "
         f"format {placement.weight_format}, {placement.settings.slots} slots "
@@ -511,7 +555,7 @@ def explain(placement: Placement) -> list[str]:
 
 
 def _why_no_fallback(placement: Placement) -> str:
-    """Return why nothing serves while the GPU's engine is gone."""
+    """Return why a model on the GPU has no fallback on the CPU."""
     if placement.policy is Policy.gpu_only:
         return "the policy gpu-only excludes the CPU; with --policy auto there is a fallback"
     return (

@@ -16,7 +16,7 @@ from crossover.models.machine_limits import available_bytes
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, Unavailable
 from crossover.serving.placement.placement_policy import (
-    HEADROOM,
+    USABLE_SHARE,
     NoPlacement,
     Placement,
     Reason,
@@ -198,7 +198,7 @@ class ModelLoader:
                 break
         else:
             return None
-        free_bytes = int(available_bytes() * HEADROOM)
+        free_bytes = int(available_bytes() * USABLE_SHARE)
         attempt = msgspec.structs.replace(attempt, free_bytes=free_bytes)
         residents = self._residents_beside(model)
         free = bytes_free([attempt], residents, self.limits.memory_bytes)[attempt.place]

@@ -22,7 +22,7 @@ from crossover.models.model_ladder import is_ladder_model, ladder_model, sized
 from crossover.models.resolve_model import ResolvedModel, resolve
 from crossover.models.tokenizer import try_tokenizer
 from crossover.models.weights_manifest import Progress, read_manifest
-from crossover.serving.backends.backend_interface import EngineConfig, HeldMemory
+from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
 from crossover.serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
@@ -32,7 +32,7 @@ from crossover.serving.backends.backend_table import (
     spec_of,
     weights_of,
 )
-from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.backends.onnx.onnx_folder import weight_bytes
 from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import Cause, Unsupported
@@ -43,7 +43,7 @@ from crossover.serving.placement.fastest_backend import (
     EngineChoice,
     Question,
     fastest_backend,
-    ranked,
+    rank,
 )
 from crossover.serving.placement.placement_policy import (
     Attempt,
@@ -270,8 +270,8 @@ def with_known_fallback(
     machine: Machine,
     facts: HardwareFacts,
 ) -> PlacementRequest:
-    """Return the request with the CPU's backends ordered by their saved step times; nothing is
-    measured for a fallback."""
+    """Return the request with the CPU's backends in the order of their capacities, as far as their
+    step times are saved. Nothing is measured for a fallback."""
     question = question_of(model, request, split, machine)
     if question is None or model.weight_format:
         return request
@@ -280,25 +280,25 @@ def with_known_fallback(
         choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons
         return request
-    timed = [candidate for candidate in ranked(choice.candidates, request.model) if candidate.rate]
+    measured = [candidate for candidate in rank(choice.candidates, request.model) if candidate.rate]
     order: list[tuple[str, str | None]] = [
-        (candidate.backend, candidate.weight_format) for candidate in timed
+        (candidate.backend, candidate.weight_format) for candidate in measured
     ]
-    timed_backends = {candidate.backend for candidate in timed}
-    order += [(name, None) for name in DEFAULTS["cpu"] if name not in timed_backends]
+    measured_backends = {candidate.backend for candidate in measured}
+    order += [(name, None) for name in DEFAULTS["cpu"] if name not in measured_backends]
     return msgspec.structs.replace(request, cpu_backends=tuple(order))
 
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
-    """Return the request for placement: the model's shape and size, and the backend and format that
-    what it is. A ladder model's are decided when it is placed."""
+    """Return the request for placement: the model's shape and size and, unless it is a ladder
+    model, its backend and weight format. Placement chooses these for a ladder model."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
-    held: tuple[HeldMemory, ...] = ()
+    memory_by_context: tuple[EngineMemory, ...] = ()
     shape = sized(model.source)
     if is_ladder_model(model.source):
         spec = ladder_model(model.source).spec
     elif shape is not None and find_local(model.source) is None:
-        # Its file is made once its memory is known to suffice.
+        # Its file is written later, once placement knows that the memory suffices.
         spec = shape.spec
         backend = backend or backend_for("gguf")
         weight_format = weight_format or SHAPES[spec.name].formats[0]
@@ -315,7 +315,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         elif files.file_bytes is not None:
             size_bytes = files.file_bytes
             if backend == "llama_cpp" and backend not in missing_backends():
-                held = held_memory(
+                memory_by_context = reported_memory(
                     files.path, spec, model.scheduler, model.options, model.prefix_reuse
                 )
     return PlacementRequest(
@@ -323,7 +323,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         backend=backend,
         weight_format=weight_format,
         weight_bytes=size_bytes,
-        held=held,
+        memory_by_context=memory_by_context,
         policy=model.policy,
         settings=model.scheduler,
         prefix_reuse=model.prefix_reuse,
@@ -346,8 +346,8 @@ def best_for(
     machine: Machine,
     facts: HardwareFacts,
 ) -> EngineChoice | None:
-    """Return the CPU's best engine for a ladder model whose backend is not named; None: it is not
-    asked for."""
+    """Return the best CPU engine for a ladder model; None if the user named a backend, or turned
+    the choice off."""
     question = question_of(model, request, split, machine)
     if question is None:
         return None
@@ -357,10 +357,10 @@ def best_for(
 def question_of(
     model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
 ) -> Question | None:
-    """Return what the CPU's engines are asked about a ladder model; None where its engine is named,
-    or may not be chosen."""
-    is_open = model.backend is None and not model.options and is_ladder_model(model.source)
-    if not (model.calibration and is_open):
+    """Return the question of which CPU engine serves this ladder model best; None if the user named
+    a backend, set backend options or turned the choice off, and for other models."""
+    has_choice = model.backend is None and not model.options and is_ladder_model(model.source)
+    if not (model.calibration and has_choice):
         return None
     return Question(
         source=model.source,
@@ -375,8 +375,8 @@ def question_of(
 
 
 def default_workload(settings: SchedulerSettings) -> Workload:
-    """Return the workload that a server's engine is chosen for, since nobody says what it will be
-    asked: the default of load tests, with lengths cut to what the server takes."""
+    """Return the workload for which a server's engine is chosen: the default workload of load
+    tests, with lengths that fit the server's context. A server does not know its real workload."""
     max_tokens = min(settings.context_tokens, settings.kv_tokens or settings.context_tokens)
     prompt, output = DEFAULT_WORKLOAD.limits
     if prompt + output <= max_tokens:
@@ -392,8 +392,11 @@ def default_workload(settings: SchedulerSettings) -> Workload:
 def options_by_backend(
     values: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the options of each engine: those that it has. Raises Unsupported for an option that
-    no engine has, so that a fallback does not fail later."""
+    """Return the options that each of these backends supports, by backend.
+
+    Raises Unsupported for an option that none of them supports, so that the mistake shows now and
+    not when a fallback starts.
+    """
     options_of = {name: spec_of(name).options for name in backends}  # None: any
     for key in values:
         if not any(names is None or key in names for names in options_of.values()):

@@ -23,7 +23,7 @@ import msgspec
 from crossover.models.child_process import run_python
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
 from crossover.models.model_spec import ModelSpec
-from crossover.serving.backends.backend_interface import EngineConfig, HeldMemory
+from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
 from crossover.serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
 from crossover.serving.backends.llama_cpp.library import LOG
 from crossover.serving.backends.llama_cpp.loading import LlamaOptions, Loader
@@ -50,7 +50,7 @@ class _Failure(msgspec.Struct):
     text: str
 
 
-def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory, ...]:
+def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[EngineMemory, ...]:
     """Return what llama.cpp will hold beside the weights, for each number of context tokens.
 
     Raises BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory, Unsupported.
@@ -64,7 +64,7 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
     if ran.status != 0 or not lines:
         reason = ran.reason.removeprefix("llama.cpp: ")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
-    answer = msgspec.json.decode(lines[-1], type=list[HeldMemory] | _Failure)
+    answer = msgspec.json.decode(lines[-1], type=list[EngineMemory] | _Failure)
     if isinstance(answer, _Failure):
         if answer.kind == Unsupported.__name__:
             raise Unsupported(answer.text, "options")
@@ -72,13 +72,13 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
     return tuple(answer)
 
 
-def held_memory(
+def reported_memory(
     path: str,
     spec: ModelSpec,
     requested: RequestedSettings,
     options: Mapping[str, Any] = MappingProxyType({}),
     prefix_reuse: bool = True,
-) -> tuple[HeldMemory, ...]:
+) -> tuple[EngineMemory, ...]:
     """`dry_load` of a file, at the context that is asked for; where none is, at powers of two up to
     the model's own. `options`: of the backend. Raises what `dry_load` raises."""
     max_context = spec.context
@@ -119,7 +119,7 @@ def held_memory(
     return tuple(_with_checkpoints(entry, spec, config) for entry in memory_by_context)
 
 
-def _with_checkpoints(reported: HeldMemory, spec: ModelSpec, config: EngineConfig) -> HeldMemory:
+def _with_checkpoints(reported: EngineMemory, spec: ModelSpec, config: EngineConfig) -> EngineMemory:
     """With what checkpoints take, which are of our making. llama.cpp says MiB with two decimals, of
     three parts of a state; where its layers say the same bytes within that, they are exact."""
     slots, reported_state_bytes, kv_dtype = (
@@ -138,7 +138,7 @@ def _with_checkpoints(reported: HeldMemory, spec: ModelSpec, config: EngineConfi
     return msgspec.structs.replace(reported, state_bytes=reported_state_bytes + checkpoints_bytes)
 
 
-def _measure(config: EngineConfig, contexts: list[int]) -> list[HeldMemory]:
+def _measure(config: EngineConfig, contexts: list[int]) -> list[EngineMemory]:
     """In the child."""
     loader = Loader(config)
     model = loader.load_without_memory()
@@ -152,14 +152,14 @@ def _measure(config: EngineConfig, contexts: list[int]) -> list[HeldMemory]:
             name: round(_MIB * sum(float(match[1]) for match in map(words.search, lines) if match))
             for name, words in _SIZES.items()
         }
-        measured.append(HeldMemory(context_tokens=tokens, **sizes))
+        measured.append(EngineMemory(context_tokens=tokens, **sizes))
         loader.llama.llama_free(context)
     return measured
 
 
 def _main() -> None:
     config, contexts = msgspec.json.decode(sys.argv[1], type=tuple[EngineConfig, list[int]])
-    answer: list[HeldMemory] | _Failure
+    answer: list[EngineMemory] | _Failure
     try:
         answer = _measure(config, contexts)
     except (ModelError, ServingError) as problem:

@@ -37,7 +37,7 @@ from crossover.serving.placement.fastest_backend import (
     USUAL,
     EngineCandidate,
     EngineTimes,
-    keep,
+    save_times,
     step_times_of_timings,
 )
 from tests.loadtests.campaign.simulated import Simulated, killed_after
@@ -146,7 +146,7 @@ def kept(tmp_path: Path) -> Path:
         question = question_of(cell, plan_of(cache).campaign)
         for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):
             engine = EngineCandidate(backend=backend, weight_format=weight_format)
-            keep(cache, FACTS, question.key(engine), times(speed))
+            save_times(cache, FACTS, question.key(engine), times(speed))
     return cache
 
 

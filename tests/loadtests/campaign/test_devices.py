@@ -40,7 +40,7 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from crossover.serving.placement.fastest_backend import BEST, EngineCandidate, EngineTimes, keep
+from crossover.serving.placement.fastest_backend import BEST, EngineCandidate, EngineTimes, save_times
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.tools.made_up_machines import FACTS, MadeUp
 
@@ -247,7 +247,7 @@ def with_times(cache: Path, speed: float, facts: HardwareFacts) -> None:
         decode_slots_seconds=0.120 / speed,
     )
     engine = EngineCandidate(backend="llama_cpp", weight_format="Q4_0")
-    keep(str(cache), facts, asked.key(engine), times)
+    save_times(str(cache), facts, asked.key(engine), times)
 
 
 def _demo(cache: Path) -> str:

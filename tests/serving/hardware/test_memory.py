@@ -18,7 +18,7 @@ from crossover.models.model_spec import ModelSpec
 from crossover.models.random_weights import write_gguf, write_hf_folder
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.machine_facts import hardware_facts
-from crossover.serving.placement.placement_policy import PlacementRequest, predicted
+from crossover.serving.placement.placement_policy import PlacementRequest, predict
 from tests.tools.with_settings import engine_config
 
 MEDIUM = ModelSpec(
@@ -80,5 +80,5 @@ def test_memory_is_what_placement_said(
         weight_format=weight_format,
         settings=RequestedSettings(slots=SLOTS, context_tokens=CONTEXT),
     )
-    said = predicted(asked, hardware_facts(), backend, None)
+    said = predict(asked, hardware_facts(), backend, None)
     assert said.need_bytes == pytest.approx(int(done.stdout.split()[-1]), rel=0.4)

@@ -25,7 +25,7 @@ from crossover.serving.placement.fastest_backend import (
     EngineTimes,
     Question,
     fastest_backend,
-    keep,
+    save_times,
     measure,
     measured_times,
     read_table,
@@ -80,7 +80,7 @@ def keep_times(
     kv_dtype: str = "auto",
 ) -> None:
     engine = EngineCandidate(backend=backend, weight_format=weight_format)
-    keep(cache, FACTS, asked(cache, model, kv_dtype).key(engine), found)
+    save_times(cache, FACTS, asked(cache, model, kv_dtype).key(engine), found)
 
 
 def chosen(
@@ -125,7 +125,7 @@ def test_torch_is_looked_at_where_the_cpu_multiplies_bf16(
         ("torch", "bf16", 0.002),
     ):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
-        keep(cache, facts, asked(cache).key(engine), times(seconds))
+        save_times(cache, facts, asked(cache).key(engine), times(seconds))
     choice = fastest_backend(asked(cache), facts, print, lambda what, fraction: None)
     assert choice.backend == expected
 
@@ -137,7 +137,7 @@ def test_torch_that_was_never_measured_is_left_out_where_it_may_not_be(
     monkeypatch.setattr(fastest_backend_module, "missing_backends", dict)
     for backend, weight_format in (("llama_cpp", "Q4_0"), ("onnx", "int8")):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
-        keep(cache, facts, asked(cache).key(engine), times(0.01))
+        save_times(cache, facts, asked(cache).key(engine), times(0.01))
     question = asked(cache, may_measure=True)
     choice = fastest_backend(question, facts, print, lambda what, fraction: None)
     assert [one.backend for one in choice.candidates] == ["llama_cpp", "onnx"]
@@ -153,7 +153,7 @@ def test_above_eight_threads_half_of_them_are_measured_too(
     question = msgspec.structs.replace(asked(cache), threads=threads, are_threads_open=True)
     for count, seconds in ((threads, 0.01), (threads // 2, half_seconds)):
         engine = EngineCandidate(backend="onnx", weight_format="int8", threads=count)
-        keep(cache, FACTS, question.key(engine), times(seconds))
+        save_times(cache, FACTS, question.key(engine), times(seconds))
     choice = fastest_backend(question, FACTS, print, lambda what, fraction: None)
     assert (choice.backend, choice.threads) == ("onnx", chosen_threads)
     named = msgspec.structs.replace(question, are_threads_open=False)

@@ -20,7 +20,7 @@ from crossover.serving.backends.backend_table import BACKENDS, BackendSpec
 from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE
 from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.gpus import GpuFacts
-from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, keep
+from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, save_times
 from crossover.serving.placement.placement_policy import (
     Obstacles,
     Placement,
@@ -171,7 +171,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
             decode_slots_seconds=seconds,
         )
         if is_timed:
-            keep(here.cache, here.facts(), asked.key(engine), times)
+            save_times(here.cache, here.facts(), asked.key(engine), times)
     request = with_known_fallback(model, request, split, here, here.facts())
     assert here.place(request, here.facts()).attempts[1].backend == expected
 

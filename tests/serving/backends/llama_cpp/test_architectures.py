@@ -10,7 +10,7 @@ import pytest
 from crossover.models.errors import UnsupportedModel
 from crossover.models.gguf_reader import read_header
 from crossover.serving.backends.llama_cpp.cache_layout import kv_bytes
-from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from tests.gguf_architectures import write_architecture
 from tests.serving.backends.backend_steps import Make, generate, near_tie
@@ -62,7 +62,7 @@ def test_an_architecture_is_sized_and_answers_alone_together_and_in_turns(
     assert (spec.experts is not None) == with_experts
     for context in (512, CONTEXT):
         asked = RequestedSettings(slots=2, context_tokens=context)
-        (held,) = held_memory(str(file), spec, asked, prefix_reuse=False)
+        (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False)
         counted = kv_bytes(spec, 2 * context, 2, "fp16")
         assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=LOG_ROUNDING)
         states = 2 * spec.state_bytes_per_slot
@@ -88,4 +88,4 @@ def test_an_encoder_is_refused_in_one_sentence(tmp_path: Path) -> None:
     file = write_architecture("modern-bert", tmp_path)
     spec = read_header(file).spec("modern-bert")
     with pytest.raises(UnsupportedModel, match=r"keeps nothing of a sequence.*--embeddings"):
-        held_memory(str(file), spec, RequestedSettings(slots=2))
+        reported_memory(str(file), spec, RequestedSettings(slots=2))

@@ -15,11 +15,11 @@ from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
 from crossover.serving.backends.llama_cpp.cache_layout import keeps_windows_only, kv_bytes
-from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from crossover.serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from crossover.serving.engine.scheduler import Scheduler
-from crossover.serving.placement.placement_policy import held_at
+from crossover.serving.placement.placement_policy import memory_at
 from crossover.serving.sampling.step_inputs import Sampling
 from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family
 from tests.serving.backends.backend_steps import Make, generate, near_tie
@@ -129,7 +129,7 @@ def test_the_layers_of_the_header_are_what_llama_cpp_holds(
     file = write_family(name, tmp_path, sizes_of(name))
     spec = read_header(file).spec(name)
     asked = RequestedSettings(slots=2, context_tokens=context)
-    (held,) = held_memory(str(file), spec, asked, prefix_reuse=False)
+    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False)
     log_rounding = 0.02 * 2**20  # llama.cpp says MiB with two decimals
     counted = kv_bytes(spec, 2 * context, 2, "fp16")
     assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
@@ -146,8 +146,8 @@ def test_where_nobody_says_a_context_both_sides_of_the_windows_edge_are_asked_ab
 ) -> None:
     file = write_family("gpt-oss", tmp_path, sizes_of("gpt-oss"))
     spec = read_header(file).spec("gpt-oss")
-    held = held_memory(str(file), spec, RequestedSettings(slots=2), prefix_reuse=False)
+    held = reported_memory(str(file), spec, RequestedSettings(slots=2), prefix_reuse=False)
     assert [one.context_tokens for one in held] == [2048, 2304, 2305, 4096]
     for context in (2100, 2304, 2305, 3000):
         counted = kv_bytes(spec, 2 * -(-context // 256) * 256, 2, "fp16")
-        assert held_at(held, context).kv_bytes == pytest.approx(counted, rel=0.05)
+        assert memory_at(held, context).kv_bytes == pytest.approx(counted, rel=0.05)

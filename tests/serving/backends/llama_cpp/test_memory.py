@@ -11,12 +11,12 @@ import pytest
 from crossover.models.gguf_reader import read_header
 from crossover.models.model_ladder import ladder_model, sized
 from crossover.models.model_spec import ModelSpec
-from crossover.serving.backends.backend_interface import HeldMemory
+from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
-from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.machine_facts import hardware_facts
-from crossover.serving.placement.placement_policy import PlacementRequest, predicted
+from crossover.serving.placement.placement_policy import PlacementRequest, predict
 from tests.gguf_shapes import SHAPES, write_dense, write_shape
 
 SERVED = ((4, 2048), (16, 2048), (4, 8192), (4, 32768))  # slots, context tokens
@@ -33,9 +33,9 @@ def listed_spec(name: str) -> ModelSpec:
     return ladder_model(name).spec if found is None else found.spec
 
 
-def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> HeldMemory:
+def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> EngineMemory:
     asked = RequestedSettings(slots=slots, context_tokens=context)
-    (held,) = held_memory(str(file), spec, asked, prefix_reuse=False)
+    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False)
     return held
 
 
@@ -94,11 +94,11 @@ def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
             model=header.spec(name),
             settings=settings,
             weight_bytes=header.file_bytes,
-            held=held_memory(str(file), header.spec(name), settings),
+            memory_by_context=reported_memory(str(file), header.spec(name), settings),
         )
-        listed = msgspec.structs.replace(request, model=listed_spec(name), held=())
+        listed = msgspec.structs.replace(request, model=listed_spec(name), memory_by_context=())
         facts = hardware_facts()
-        of_file, of_shape = (predicted(one, facts, "llama_cpp", None) for one in (request, listed))
+        of_file, of_shape = (predict(one, facts, "llama_cpp", None) for one in (request, listed))
         assert of_file.state_bytes == pytest.approx(of_shape.state_bytes, rel=0.001)
         assert of_file.kv_bytes == pytest.approx(of_shape.kv_bytes, rel=0.001)
         assert of_file.need_bytes == pytest.approx(of_shape.need_bytes, rel=0.01)
