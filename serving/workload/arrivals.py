@@ -1,8 +1,9 @@
-"""Arrival processes: when requests are scheduled, as seeded sequences of times.
+"""Arrival processes: the scheduled times of requests, drawn with a seed.
 
     >>> times = due_times(Poisson(), rate=20.0, duration_seconds=60.0, seed=1)
 
-Every process has the requested mean rate (requests per second); its settings define the shape.
+Every process has the requested mean rate (requests per second). Its settings define how the gaps
+between requests vary.
 
 In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`.
 """
@@ -23,7 +24,7 @@ from crossover.serving.workload.trace_file import load_trace
 
 Times = npt.NDArray[np.float64]
 
-_STREAM = 0x0A  # keeps the draws of arrivals apart from those of lengths under the same seed
+_STREAM = 0x0A  # so that arrivals and lengths get independent random numbers from the same seed
 
 
 class _Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -35,19 +36,21 @@ class Constant(_Process, frozen=True, tag="constant"):
 
 
 class Poisson(_Process, frozen=True, tag="poisson"):
-    """Independent exponential gaps: many independent users."""
+    """Independent exponential gaps, as of many independent users."""
 
 
 class Gamma(_Process, frozen=True, tag="gamma"):
-    """Renewal with gamma gaps of coefficient of variation `cv` (1: Poisson), in equilibrium."""
+    """A renewal process in equilibrium, with gamma-distributed gaps. Their coefficient of variation
+    is `cv`: 1 is a Poisson process, and larger values give bursts."""
 
     cv: Annotated[float, Meta(gt=0, description="Coefficient of variation; 1: Poisson.")] = 2.0
 
 
 class Trace(_Process, frozen=True, tag="trace"):
-    """Replays recorded timestamps, stretched in time to the offered rate and repeated at the end.
+    """Replays recorded timestamps. Their time is scaled to the offered rate, and the trace starts
+    over at its end.
 
-    Coarse timestamps (Mooncake: 3 s) are spread over their step.
+    Coarse timestamps (every 3 s in the Mooncake trace) are spread randomly over their interval.
     """
 
     path: Annotated[str, Meta(description="File with the recorded timestamps.")]
@@ -57,11 +60,13 @@ Arrivals = Constant | Poisson | Gamma | Trace
 
 
 def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: int) -> Times:
-    """Return the scheduled times of requests in [0, duration_seconds), ascending: float64 [n].
+    """Return the scheduled times of requests in seconds, float64 [n], ascending, in
+    [0, duration_seconds).
 
-    `rate`: mean requests per second. A longer duration only adds times at the end. Raises
-    WorkloadError for a rate or duration that is not above 0, and for a trace that cannot be
-    replayed.
+    `rate` is the mean number of requests per second. With the same seed, a longer duration only
+    adds times at the end.
+
+    Raises WorkloadError if the rate or the duration is not above 0, or a trace cannot be replayed.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):
@@ -71,7 +76,7 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
         case Constant():
             times = np.arange(math.ceil(duration_seconds * rate), dtype=np.float64) / rate
         case Poisson():
-            times = _summed(rng.standard_exponential, 0.0, duration_seconds * rate)[1:] / rate
+            times = _running_sums(rng.standard_exponential, 0.0, duration_seconds * rate)[1:] / rate
         case Gamma():
             times = _renewal(rng, arrivals.cv, rate, duration_seconds)
         case Trace():
@@ -80,47 +85,56 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
 
 
 def process_of(detail: Mapping[str, Any]) -> Arrivals:
-    """Return the process of a journal's entry. WorkloadError: not a process."""
+    """Return the arrival process that is recorded in a journal. Raises WorkloadError if it cannot
+    be read."""
     try:
-        found: Arrivals = msgspec.convert(detail, Arrivals)
-        return found
+        arrivals: Arrivals = msgspec.convert(detail, Arrivals)
+        return arrivals
     except msgspec.ValidationError as problem:
         raise WorkloadError(f"The recorded arrivals cannot be read: {problem}") from problem
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
-    """Yield a random generator (Philox) of its own for (seed, stream)."""
+    """Return a random generator (Philox) that is independent for every (seed, *stream)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**64, *stream])))
 
 
-def _summed(draw: Callable[[int], Times], first: float, until: float) -> Times:
-    """`first`, then the running sums of drawn gaps, till they pass `until`."""
+def _running_sums(draw_gaps: Callable[[int], Times], first: float, until: float) -> Times:
+    """Return `first` and the running sums of gaps after it, at least until they exceed `until`.
+
+    `draw_gaps(n)` returns n gaps, float64 [n].
+    """
     parts = [np.array([first])]
     while parts[-1][-1] < until:
-        parts.append(parts[-1][-1] + np.cumsum(draw(1024)))
+        parts.append(parts[-1][-1] + np.cumsum(draw_gaps(1024)))
     return np.concatenate(parts)
 
 
 def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds: float) -> Times:
+    """Return the times of a renewal process with gamma gaps, at least up to the duration."""
     shape = 1.0 / cv**2
-    # In equilibrium the first gap is met in proportion to its length, and a uniform part is left.
+    # In equilibrium, time 0 falls into a gap with a probability proportional to the gap's length,
+    # which makes that gap gamma-distributed with shape + 1. A uniform part of it remains.
     first = float(rng.random() * rng.gamma(shape + 1.0)) / (shape * rate)
-    return _summed(lambda n: rng.gamma(shape, 1.0 / (shape * rate), n), first, duration_seconds)
+    scale = 1.0 / (shape * rate)
+    return _running_sums(lambda n: rng.gamma(shape, scale, n), first, duration_seconds)
 
 
 def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_seconds: float) -> Times:
+    """Return the trace's times at this rate, at least up to the duration. Raises WorkloadError."""
     stamps = load_trace(trace.path).seconds
     if len(stamps) < 2 or stamps[-1] <= 0:
         raise WorkloadError(
             f"The trace {trace.path} has too few timestamps to replay ({len(stamps)}). It needs at "
             "least two different ones"
         )
-    # The step that stamps were rounded to, where half coincide with another.
+    # If at least half of the stamps equal the one before, they were rounded to this resolution.
     gaps = np.diff(stamps)
-    step = np.min(gaps[gaps > 0]) if np.mean(gaps == 0) >= 0.5 else 0.0
-    lap = stamps[-1] + (step or np.mean(gaps))  # the last stamp has a gap after it as well
-    stretch = len(stamps) / (lap * rate)
-    laps = np.arange(math.ceil(duration_seconds / (lap * stretch)))
-    spread = np.sort(stamps + rng.random(len(stamps)) * step)
-    times: Times = ((spread + laps[:, None] * lap) * stretch).ravel()
+    resolution = np.min(gaps[gaps > 0]) if np.mean(gaps == 0) >= 0.5 else 0.0
+    # One replay takes as long as the trace, and one gap more before it starts over.
+    replay_seconds = stamps[-1] + (resolution or np.mean(gaps))
+    stretch = len(stamps) / (replay_seconds * rate)
+    replays = np.arange(math.ceil(duration_seconds / (replay_seconds * stretch)))
+    spread = np.sort(stamps + rng.random(len(stamps)) * resolution)
+    times: Times = ((spread + replays[:, None] * replay_seconds) * stretch).ravel()
     return times

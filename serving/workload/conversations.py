@@ -1,11 +1,11 @@
-"""Conversations: what a user asks turn by turn, drawn before a level starts.
+"""Conversations: the lengths and think times of all turns, drawn before a load level starts.
 
     sessions = draw_sessions(Workload(preset="conversation"), n=10, seed=1)
     sessions[0].turns[1].think_seconds, sessions[0].turns[1].prompt_tokens
 
 A turn's `prompt_tokens` are those that the user adds. Its request sends the history before them:
-the prompts that were sent and the answers that came back. A turn is due `think_seconds` after the
-end of the answer before it, so only the first turns of sessions have times that can be drawn.
+the earlier prompts and the answers to them. A turn is due `think_seconds` after the end of the
+previous answer, so only the first turn of a session has a scheduled time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from crossover.serving.workload.trace_file import load_sessions
 
 Whole = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
-NEARLY_ALL = 0.95  # of the turns: their rate is then nearly what it will be
-MEAN_SESSIONS, MEAN_SEED = 2_000, 1  # by which a workload's means are told
-_STREAM = 0x0C  # keeps these draws apart from those of lengths and arrivals under the same seed
+# Once this share of a session's turns would have come, the rate of turns is nearly stationary.
+WARM_UP_SHARE = 0.95
+MEAN_SESSIONS, MEAN_SEED = 2_000, 1  # the sample from which a workload's means are computed
+_STREAM = 0x0C  # so that sessions, lengths and arrivals get independent numbers from the same seed
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -36,40 +37,43 @@ class Turn(msgspec.Struct, frozen=True):
 
     prompt_tokens: int  # that the user adds to the history
     output_tokens: int
-    think_seconds: float = 0.0  # between the end of the answer before and this request
+    think_seconds: float = 0.0  # from the end of the previous answer to this request
 
 
 class Session(msgspec.Struct, frozen=True):
-    """One conversation. `prefix_tokens`: of its system prompt, which is the same in all."""
+    """One conversation."""
 
     index: int
     turns: tuple[Turn, ...]
-    prefix_tokens: int = 0
+    prefix_tokens: int = 0  # length of the system prompt, which all sessions share
 
 
 def draw_sessions(workload: Workload, n: int, seed: int) -> list[Session]:
-    """Return the n sessions of a level. A longer level starts like a shorter one. Raises
-    WorkloadError."""
+    """Return n sessions. With the same seed, a larger n only adds sessions at the end.
+
+    Raises WorkloadError if the workload's file cannot be read or has no sessions.
+    """
     if workload.file is not None and workload.turns is None:
         return _sessions_of_file(workload, workload.file, n, seed)
-    count, thinking, added = workload.session_spreads
+    turn_counts, think_seconds, turn_tokens = workload.session_spreads
     sessions: list[Session] = []
-    for ask in draw(workload, n, seed):
-        rng = generator(seed, _STREAM, ask.index)
-        first = max(1, ask.prompt_tokens - ask.prefix_tokens)
-        turns = [Turn(first, ask.output_tokens)]
-        for _ in range(round(count.draw(rng)) - 1):
+    for first_request in draw(workload, n, seed):
+        rng = generator(seed, _STREAM, first_request.index)
+        first_prompt = max(1, first_request.prompt_tokens - first_request.prefix_tokens)
+        turns = [Turn(first_prompt, first_request.output_tokens)]
+        for _ in range(round(turn_counts.draw(rng)) - 1):
             output = turns[0].output_tokens
             if workload.output_spread is not None:
                 output = _capped(workload.output_spread.draw(rng), workload.limits[1])
-            prompt = _capped(added.draw(rng), workload.limits[0])
-            turns.append(Turn(prompt, output, thinking.draw(rng)))
-        sessions.append(Session(ask.index, tuple(turns), ask.prefix_tokens))
+            prompt = _capped(turn_tokens.draw(rng), workload.limits[0])
+            turns.append(Turn(prompt, output, think_seconds.draw(rng)))
+        sessions.append(Session(first_request.index, tuple(turns), first_request.prefix_tokens))
     return sessions
 
 
 def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[Session]:
-    """Those of a file in random order, each once before any comes again."""
+    """Return n sessions of a file in random order, each once before any is repeated. Raises
+    WorkloadError."""
     recorded = load_sessions(path)
     if not recorded:
         raise WorkloadError(
@@ -78,87 +82,100 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
     rng, order = generator(seed, _STREAM), list[int]()
     while len(order) < n:
         order += rng.permutation(len(recorded)).tolist()
-    thinking = workload.session_spreads[1]
-    prompts, outputs = workload.limits
+    _, think_seconds, _ = workload.session_spreads
+    max_prompt, max_output = workload.limits
     return [
         Session(
             index,
             tuple(
                 Turn(
-                    _capped(row.prompt_tokens, prompts),
-                    _capped(row.output_tokens, outputs),
-                    thinking.draw(rng) if row.think_seconds is None else row.think_seconds,
+                    _capped(row.prompt_tokens, max_prompt),
+                    _capped(row.output_tokens, max_output),
+                    think_seconds.draw(rng) if row.think_seconds is None else row.think_seconds,
                 )
-                for row in recorded[at]
+                for row in recorded[recorded_index]
             ),
             workload.prefix_tokens,
         )
-        for index, at in enumerate(order[:n])
+        for index, recorded_index in enumerate(order[:n])
     ]
 
 
 class SentTurn(NamedTuple):
-    """What a turn sends: the whole prompt, with the history."""
+    """The request that a turn sends, with the history."""
 
-    session: int
-    number: int
-    prompt_tokens: int
+    session: int  # index of the session
+    number: int  # of the turn in its session, from 0
+    prompt_tokens: int  # of the whole prompt
     output_tokens: int
     think_seconds: float
-    # At the start of its prompt, as the turn before left them with its answer; 0 of a first turn,
-    # and where the oldest turns were left out, so that nothing but the system prompt is the same.
+    # Length of the prefix that the prompt shares with the previous turn's prompt and answer. 0 for
+    # the first turn, and if the oldest turns were left out, since only the system prompt is shared
+    # then.
     kept_tokens: int
 
 
 def sent_turns(
     session: Session, context_tokens: int | None, answer_growth: float = 1.0
 ) -> Iterator[SentTurn]:
-    """Yield what each turn of a session sends, if every answer has as many tokens as are asked.
+    """Yield the request of each turn of a session, assuming that every answer is as long as
+    requested.
 
-    The oldest turns are left out where a request would not fit in `context_tokens`.
-    `answer_growth`: tokens of an answer in the next prompt, over its own.
+    Older turns are left out, the oldest first, if prompt and answer would not fit in
+    `context_tokens` (None: no limit). `answer_growth` is the number of prompt tokens that an answer
+    becomes in the history, relative to its output tokens.
     """
-    past: list[int] = []  # of each exchange: prompt and answer
+    history: list[int] = []  # tokens of each earlier turn: prompt and answer
     kept = 0
     for number, turn in enumerate(session.turns):
         new_tokens = session.prefix_tokens + turn.prompt_tokens
         while (
-            past and context_tokens and new_tokens + sum(past) + turn.output_tokens > context_tokens
+            history
+            and context_tokens
+            and new_tokens + sum(history) + turn.output_tokens > context_tokens
         ):
-            del past[0]
+            del history[0]
             kept = 0
-        prompt = new_tokens + sum(past)
+        prompt = new_tokens + sum(history)
         yield SentTurn(session.index, number, prompt, turn.output_tokens, turn.think_seconds, kept)
-        kept = prompt + turn.output_tokens - 1  # the last token is drawn, and never computed
-        past.append(turn.prompt_tokens + round(answer_growth * turn.output_tokens))
+        # The last token of an answer is sampled but never processed, so its KV does not exist.
+        kept = prompt + turn.output_tokens - 1
+        history.append(turn.prompt_tokens + round(answer_growth * turn.output_tokens))
 
 
 @functools.lru_cache(maxsize=64)
 def mean_turns_of(workload: Workload) -> float:
-    """Turns of a conversation of a workload, on average; 1.0 without conversations."""
+    """Return the mean number of turns in a conversation of this workload; 1.0 if it has no
+    conversations."""
     if not workload.has_sessions:
         return 1.0
     return mean_turns(draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED))
 
 
 def session_seconds(workload: Workload, answer_seconds: float) -> float:
-    """Return seconds from a conversation's beginning within which nearly all turns come, where an
-    answer takes so long; 0.0 without conversations."""
+    """Return the seconds from the start of a conversation within which WARM_UP_SHARE of all turns
+    are sent, if every answer takes `answer_seconds`; 0.0 if the workload has no conversations."""
     if not workload.has_sessions:
         return 0.0
     sessions = draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED)
-    number = [place for session in sessions for place in range(len(session.turns))]
-    thinking = [turn.think_seconds for session in sessions for turn in session.turns]
-    return offsets_quantile(np.array(number), np.array(thinking) + answer_seconds)
+    numbers = [number for session in sessions for number in range(len(session.turns))]
+    think_seconds = [turn.think_seconds for session in sessions for turn in session.turns]
+    return offsets_quantile(np.array(numbers), np.array(think_seconds) + answer_seconds)
 
 
 def offsets_quantile(number: Whole, seconds: Seconds) -> float:
-    """Within how long of a conversation's beginning NEARLY_ALL turns come: `seconds` from the turn
-    before to each one, `number` its place, session by session."""
+    """Return the WARM_UP_SHARE quantile of the seconds from a conversation's first turn to each of
+    its turns; 0.0 if there are no turns.
+
+    The arrays [n] list the turns of all sessions, one session after the other: `number` is a turn's
+    position in its session, from 0, and `seconds` the time since the turn before it.
+    """
     gaps = np.where(number > 0, seconds, 0.0)
     elapsed = np.cumsum(gaps)
-    begins = np.maximum.accumulate(np.where(number == 0, np.arange(len(number)), 0))
-    return float(np.quantile(elapsed - elapsed[begins], NEARLY_ALL)) if len(number) else 0.0
+    first_turns = np.maximum.accumulate(np.where(number == 0, np.arange(len(number)), 0))
+    if not len(number):
+        return 0.0
+    return float(np.quantile(elapsed - elapsed[first_turns], WARM_UP_SHARE))
 
 
 def _capped(tokens: float, cap: float) -> int:
@@ -166,5 +183,5 @@ def _capped(tokens: float, cap: float) -> int:
 
 
 def mean_turns(sessions: list[Session]) -> float:
-    """Turns of a session; nan: there is none."""
+    """Return the mean number of turns of these sessions; nan if there are none."""
     return float(np.mean([len(session.turns) for session in sessions])) if sessions else math.nan

@@ -1,15 +1,16 @@
-"""Prompt text of a token count, as the server counts.
+"""Makes prompt texts with a requested number of tokens, as the server counts them.
 
     maker = PromptMaker(seed=1, fixed_tokens=facts.fixed_tokens, word_tokens=facts.word_tokens)
-    text, tokens = maker.make(ask)             # English words; counts ask.prompt_tokens
+    text, tokens = maker.make(request)         # English words; about request.prompt_tokens
 
-The words are one token each (with their space) in nearly every tokenizer; what a word of them and
-the rest of a prompt cost is told by the endpoint's own counts when it is probed, and its count on
-each record shows where that does not hold (warning PromptsOff). All prompts begin with the same
-word, since one that begins a text may be several tokens.
+In nearly every tokenizer, each word is one token, together with the space before it. The exact
+number of tokens per word, and of the fixed part of a prompt (BOS, chat template), follow from the
+endpoint's own counts when it is probed. Later, the count on each record shows whether they were
+right (warning PromptsOff). All prompts begin with the same word, because a word at the beginning of
+a text may be several tokens.
 
-Each request has a word stream of its own, so no two share a prefix by accident; the shared prefix
-is a stream of its own, the same for all seeds.
+Every request has a random stream of words of its own, so that no two requests share a prefix by
+accident. The shared prefix is one stream, the same for all seeds.
 """
 
 from __future__ import annotations
@@ -24,36 +25,40 @@ WORDS: tuple[str, ...] = tuple(_FILE.read_text(encoding="utf-8").split())
 
 
 class PromptMaker:
-    """Prompts of one level."""
+    """Makes the prompts of one load level."""
 
     def __init__(self, seed: int, fixed_tokens: float = 0.0, word_tokens: float = 1.0) -> None:
-        """`fixed_tokens`: of a prompt besides its words: BOS, chat template. May be below 0."""
+        """`fixed_tokens` are the tokens of a prompt besides its words, such as BOS and the chat
+        template; the estimate may be below 0. `word_tokens` are the tokens per word."""
         self._seed = seed
-        self.fixed_tokens, self._word = fixed_tokens, word_tokens
+        self.fixed_tokens, self._word_tokens = fixed_tokens, word_tokens
 
-    def make(self, ask: RequestSpec) -> tuple[str, int]:
-        """Return the prompt of an ask, the same for the same settings, and how many tokens it has.
+    def make(self, request: RequestSpec) -> tuple[str, int]:
+        """Return the prompt of a request and its number of tokens. The same seed and request give
+        the same prompt.
 
-        It has more than asked only where that is shorter than a prompt can be.
+        The number differs from the requested one by rounding to whole words, and is larger if not
+        even one word fits.
         """
-        count = max(1, round((ask.prompt_tokens - self.fixed_tokens) / self._word))
-        shared = min(count, round(ask.prefix_tokens / self._word))
-        words = _drawn("prefix", shared) + _drawn(f"{self._seed}/{ask.index}", count - shared)
+        count = max(1, round((request.prompt_tokens - self.fixed_tokens) / self._word_tokens))
+        shared = min(count, round(request.prefix_tokens / self._word_tokens))
+        own_words = _stream_words(f"{self._seed}/{request.index}", count - shared)
+        words = _stream_words("prefix", shared) + own_words
         words[0] = WORDS[0]
-        return " ".join(words), round(self.fixed_tokens + self._word * count)
+        return " ".join(words), round(self.fixed_tokens + self._word_tokens * count)
 
     def words(self, name: str, tokens: int) -> str:
-        """Words of a stream of its own, for a message of a conversation: so many tokens, without
-        what the chat template adds to it.
-        """
-        words = _drawn(name, max(1, round(tokens / self._word)))
+        """Return the text of one message of a conversation, from the stream of this name. It has
+        `tokens` tokens, not counting those that the chat template adds."""
+        words = _stream_words(name, max(1, round(tokens / self._word_tokens)))
         return " ".join([WORDS[0], *words[1:]])
 
 
-def _drawn(name: str, words: int) -> list[str]:
-    """Return the first `words` words of a stream: SHAKE-128 of its name, 2 bytes a word.
+def _stream_words(name: str, count: int) -> list[str]:
+    """Return the first `count` words of the stream with this name.
 
-    Ten times cheaper than a random generator for each prompt.
+    Each word is chosen by 2 bytes of the SHAKE-128 hash of the name, which is ten times as fast as
+    a random generator per prompt.
     """
-    drawn = memoryview(hashlib.shake_128(name.encode()).digest(2 * words)).cast("H")
-    return [WORDS[number % len(WORDS)] for number in drawn]
+    numbers = memoryview(hashlib.shake_128(name.encode()).digest(2 * count)).cast("H")
+    return [WORDS[number % len(WORDS)] for number in numbers]

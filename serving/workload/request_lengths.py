@@ -1,13 +1,13 @@
-"""What is asked: lengths and shared prefixes, drawn before a level starts.
+"""Workloads: the lengths and shared prefixes of requests, drawn before a load level starts.
 
-    >>> asks = draw(Workload(preset="chat", max_prompt_tokens=512), n=3, seed=1)
-    >>> [ask.index for ask in asks], all(1 <= ask.prompt_tokens <= 512 for ask in asks)
+    >>> requests = draw(Workload(preset="chat", max_prompt_tokens=512), n=3, seed=1)
+    >>> [one.index for one in requests], all(1 <= one.prompt_tokens <= 512 for one in requests)
     ([0, 1, 2], True)
 
-Lengths are those of a preset (rows with the lengths of a public trace), `prompt_tokens` and
-`output_tokens` (all requests the same), those of a `file` (rows in random order, each once before
-any comes again) or of a `replay` (rows in their order). `scale` multiplies, then longer lengths are
-cut to the caps.
+The lengths come from one of four sources: a preset (the rows of a public trace), `prompt_tokens`
+with `output_tokens` (all requests alike), a `file` (its rows in random order, each once before any
+is repeated), or a `replay` (the rows of a file in their order). They are multiplied by `scale`, and
+then limited to the maximums.
 
 In a campaign file: `workload = { preset = "chat", max_prompt_tokens = 512 }`.
 """
@@ -34,19 +34,20 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
 DATA = resources.files("crossover.serving.workload").joinpath("data")
 
-_STREAM = 0x0B  # keeps the draws of lengths apart from those of arrivals under the same seed
+_STREAM = 0x0B  # so that lengths and arrivals get independent random numbers from the same seed
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A distribution of lengths, turns or seconds, cut to its ends."""
+    """A distribution of lengths, turns or seconds, whose values are limited to [min, max]."""
 
     mean: Annotated[float, Meta(gt=0, le=MAX_TOKENS)]
-    sd: Annotated[float, Meta(ge=0, le=MAX_TOKENS)] = 0.0  # 0: all the same
+    sd: Annotated[float, Meta(ge=0, le=MAX_TOKENS)] = 0.0  # standard deviation; 0: a constant
     min: Annotated[float, Meta(ge=0)] = 0.0
     max: Annotated[float, Meta(gt=0, le=MAX_TOKENS)] = MAX_TOKENS
     kind: Literal["log_normal", "normal", "exponential"] = "log_normal"
 
     def draw(self, rng: np.random.Generator) -> float:
+        """Return one random value."""
         value = self.mean
         if self.kind == "exponential":
             value = rng.exponential(self.mean)
@@ -59,18 +60,18 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class SessionPreset(NamedTuple):
-    """Conversations of a public catalogue: lengths of first prompts and answers, and turns."""
+    """The distributions that define conversations, from a public catalog or trace."""
 
-    prompt: Spread
-    output: Spread
-    turns: Spread
-    think_seconds: Spread
-    turn_tokens: Spread
-    prefix_tokens: int
+    prompt: Spread  # tokens of the first prompt, with the system prompt
+    output: Spread  # tokens of each answer
+    turns: Spread  # number of turns
+    think_seconds: Spread  # from the end of an answer to the next turn
+    turn_tokens: Spread  # prompt tokens that each later turn adds
+    prefix_tokens: int  # of the system prompt, which all conversations share
 
 
 # github.com/kubernetes-sigs/inference-perf, workload-catalog at 7de5ef2: interactive-chat,
-# reasoning and deep-research. What a turn's prompt adds is drawn beside what the first has.
+# reasoning and deep-research.
 SESSION_PRESETS = {
     "conversation": SessionPreset(
         prompt=Spread(mean=4000, sd=2500, min=500, max=15_000),
@@ -100,7 +101,7 @@ SESSION_PRESETS = {
     # 12,031 requests in 8,224 conversations. A turn is a request that begins with all blocks of 512
     # tokens of an earlier one; the time between two turns is between their arrivals, answer
     # included. All prompts share their first block. Turns are 1.46 on average with a standard
-    # deviation of 1.3, once those below 1 are cut to it.
+    # deviation of 1.3, once values below 1 are raised to 1.
     "mooncake": SessionPreset(
         prompt=Spread(mean=11_250, sd=15_800, min=890, max=126_000),
         output=Spread(mean=343, sd=250, min=1, max=2000, kind="normal"),
@@ -113,7 +114,8 @@ SESSION_PRESETS = {
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One kind of traffic. Exactly one source of lengths is given (see above)."""
+    """The lengths of requests and conversations. Exactly one source of lengths is set (see the
+    module's description)."""
 
     preset: Annotated[
         str | None,
@@ -166,8 +168,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if [self.preset, self.file, self.replay, self.prompt_tokens].count(None) != 3:
             raise ValueError("give one of preset, file, replay, prompt_tokens with output_tokens")
         if self.preset is not None and self.preset not in (*PRESETS, *SESSION_PRESETS):
-            known = ", ".join((*PRESETS, *SESSION_PRESETS))
-            raise ValueError(f"preset {self.preset!r} is not one of {known}")
+            presets = ", ".join((*PRESETS, *SESSION_PRESETS))
+            raise ValueError(f"preset {self.preset!r} is not one of {presets}")
 
     @property
     def session_preset(self) -> SessionPreset | None:
@@ -175,7 +177,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def has_sessions(self) -> bool:
-        """Return whether its requests are turns of conversations. Raises WorkloadError: no file."""
+        """Whether the requests are turns of conversations. Raises WorkloadError if `file` cannot be
+        read."""
         preset = self.session_preset
         if self.turns is not None or (preset is not None and preset.turns.mean > 1):
             return True
@@ -183,34 +186,38 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def session_spreads(self) -> tuple[Spread, Spread, Spread]:
-        """Turns, seconds of thinking, and tokens that a later turn adds."""
+        """The distributions of turns, of think times in seconds, and of the prompt tokens that a
+        later turn adds."""
         preset = self.session_preset or SESSION_PRESETS["conversation"]
         pairs = [
             (self.turns, preset.turns),
             (self.think_seconds, preset.think_seconds),
             (self.turn_tokens, preset.turn_tokens),
         ]
-        found = [default if own is None else as_spread(own) for own, default in pairs]
-        return found[0], found[1], found[2]
+        turns, think_seconds, turn_tokens = (
+            default if own is None else as_spread(own) for own, default in pairs
+        )
+        return turns, think_seconds, turn_tokens
 
     @property
     def output_spread(self) -> Spread | None:
+        """The distribution of answer lengths in tokens; None if the source has rows of lengths."""
         return None if self.session_preset is None else self.session_preset.output
 
     @property
     def prefix_tokens(self) -> int:
-        """Of the system prompt."""
+        """The length of the prefix that all prompts share, such as a system prompt."""
         preset = self.session_preset
         return self.shared_prefix_tokens or (0 if preset is None else preset.prefix_tokens)
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Return the caps of prompt and output tokens; infinite where there is none."""
+        """The maximum prompt and output tokens; infinite if not set."""
         return self.max_prompt_tokens or math.inf, self.max_output_tokens or math.inf
 
     @property
     def most_output_tokens(self) -> float:
-        """No answer is asked to be longer; infinite where nothing says so."""
+        """The maximum tokens of any answer; infinite if the workload sets none."""
         fixed = self.output_tokens
         return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
 
@@ -219,34 +226,37 @@ DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_to
 
 
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request to be asked."""
+    """The lengths of one request."""
 
     index: int
     prompt_tokens: int  # of the whole prompt
     output_tokens: int
-    prefix_tokens: int = 0  # of the prompt, at its start: the same in all
+    prefix_tokens: int = 0  # how many of them are the prefix that all prompts share
 
 
 def as_spread(value: Spread | float) -> Spread:
-    """Return a number is a distribution of one value. 0 seconds are as good as none."""
+    """Return the distribution, or the constant distribution of a number. A mean must be above 0, so
+    0 becomes 1e-9."""
     return value if isinstance(value, Spread) else Spread(mean=max(value, 1e-9))
 
 
 def draw(workload: Workload, n: int, seed: int) -> list[RequestSpec]:
-    """Return the n asks of a level. A longer level starts like a shorter one.
+    """Return the lengths of n requests. With the same seed, a larger n only adds requests at the
+    end.
 
-    Raises WorkloadError where lengths cannot be had.
+    Raises WorkloadError if the workload's file cannot be read.
     """
     prefix = workload.prefix_tokens
-    pairs = _drawn(workload, n, generator(seed, _STREAM)).tolist()
+    pairs = _draw_pairs(workload, n, generator(seed, _STREAM)).tolist()
     return [
-        RequestSpec(i, prompt, out, min(prefix, prompt)) for i, (prompt, out) in enumerate(pairs)
+        RequestSpec(index, prompt, output, min(prefix, prompt))
+        for index, (prompt, output) in enumerate(pairs)
     ]
 
 
 def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
-    """Return what a person should know of the files of lengths and arrivals. Raises
-    WorkloadError."""
+    """Return notes for the user on the files of lengths and arrivals, such as rows that were left
+    out. Raises WorkloadError if a file cannot be read."""
     paths = [workload.file, workload.replay]
     paths += [arrivals.path] if isinstance(arrivals, Trace) else []
     notes = [load_trace(path).note(path) for path in dict.fromkeys(paths) if path is not None]
@@ -254,37 +264,41 @@ def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
 
 
 def in_words(workload: Workload) -> str:
-    """Return the lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
-    source = workload.file or workload.replay
-    first = f"lengths of {source}" if source else f"{workload.preset} lengths"
+    """Return the lengths as text: "chat lengths x 0.1, answers of at most 64 tokens"."""
+    file = workload.file or workload.replay
+    source = f"lengths of {file}" if file else f"{workload.preset} lengths"
     if workload.prompt_tokens is not None:
-        first = (
+        source = (
             f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
         )
-    words = [first if workload.scale == 1 else f"{first} x {workload.scale:g}"]
-    for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
-        words += [f"{name} of at most {cap} tokens"] if cap < math.inf else []
+    parts = [source if workload.scale == 1 else f"{source} x {workload.scale:g}"]
+    for name, maximum in zip(("prompts", "answers"), workload.limits, strict=True):
+        parts += [f"{name} of at most {maximum} tokens"] if maximum < math.inf else []
     if workload.prefix_tokens:
-        words.append(f"{workload.prefix_tokens} tokens of shared prefix")
-    return ", ".join(words)
+        parts.append(f"{workload.prefix_tokens} tokens of shared prefix")
+    return ", ".join(parts)
 
 
-def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
-    """n pairs, scaled and cut to the caps."""
+def _draw_pairs(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
+    """Return n pairs of prompt and output tokens, scaled and limited: int64 [n, 2]."""
     rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
     if (preset := workload.session_preset) is not None:
         count = max(n, 1)
         rows = np.array([(preset.prompt.draw(rng), preset.output.draw(rng)) for _ in range(count)])
-        scaled = np.maximum(1, np.rint(rows[:n] * workload.scale))
-        drawn: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
-        return drawn
+        return _scaled(rows[:n], workload)
     if workload.preset is not None:
         rows = load_trace(str(DATA.joinpath(f"{workload.preset}.jsonl"))).pairs
     elif file := workload.file or workload.replay:
         rows = load_trace(file).pairs
-    laps, at = math.ceil(n / len(rows)), np.arange(n) % len(rows)
-    if workload.replay is None:
-        at = rng.random((laps, len(rows))).argsort(axis=1).ravel()[:n]
-    scaled = np.maximum(1, np.rint(rows[at] * workload.scale))
-    found: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
-    return found
+    indices = np.arange(n) % len(rows)
+    if workload.replay is None:  # one random permutation of the rows after the other
+        permutations = math.ceil(n / len(rows))
+        indices = rng.random((permutations, len(rows))).argsort(axis=1).ravel()[:n]
+    return _scaled(rows[indices], workload)
+
+
+def _scaled(rows: npt.NDArray[np.float64 | np.int64], workload: Workload) -> Pairs:
+    """Return rows of prompt and output tokens [n, 2], scaled and limited to the maximums."""
+    scaled = np.maximum(1, np.rint(rows * workload.scale))
+    pairs: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
+    return pairs

@@ -1,4 +1,4 @@
-"""Recorded traffic from a file: a JSON object a line, other keys left out.
+"""Reads recorded traffic from a file with one JSON object per line. Unknown keys are ignored.
 
     {"prompt_tokens": 320, "output_tokens": 90}
     {"prompt_tokens": 320, "output_tokens": 90, "seconds": 12.5}
@@ -6,12 +6,13 @@
     {"session": "a", "prompt_tokens": 320, "output_tokens": 90}
     {"session": "a", "prompt_tokens": 40, "output_tokens": 120, "think_seconds": 30}
 
-Lines of one `session` are the turns of a conversation, in their order: `prompt_tokens` are what the
-user adds, and `think_seconds` pass between the answer before and the turn.
+Lines with the same `session` are the turns of one conversation, in their order. Their
+`prompt_tokens` are those that the user adds, and `think_seconds` is the time from the end of the
+previous answer to the turn.
 
-`seconds` is when the request came; all lines have it, or none. Requests are sorted by it. Blank
-lines and a byte order mark are skipped. Rows without prompt or answer, which recordings of real
-traffic hold, are left out and counted.
+`seconds` is the time at which the request arrived. Either all lines have it or none has, and
+requests are sorted by it. Blank lines and byte order marks are skipped. Rows without prompt or
+output tokens, which recordings of real traffic contain, are left out and counted.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from msgspec import Meta
 from crossover.models.errors import printable
 from crossover.serving.errors import WorkloadError
 
-MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context that is sold
-MAX_SECONDS = 1e18  # of a stamp: nanoseconds since 1970 too
+MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context on the market
+MAX_SECONDS = 1e18  # of a timestamp; large enough for nanoseconds since 1970
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Row(msgspec.Struct):
-    """A line."""
+    """One line of the file."""
 
     prompt_tokens: _Tokens
     output_tokens: _Tokens
@@ -46,14 +47,14 @@ class Row(msgspec.Struct):
 
 
 class TraceRows(NamedTuple):
-    """n requests."""
+    """The n usable requests of a file, as arrays."""
 
-    seconds: npt.NDArray[np.float64]  # from 0, ascending; empty: the file has no stamps
-    pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens)
-    left_out: int = 0  # rows with no prompt or no answer
+    seconds: npt.NDArray[np.float64]  # arrival times [n], from 0, ascending; [0]: there are none
+    pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
+    left_out: int = 0  # rows without prompt or output tokens
 
     def note(self, path: str) -> str | None:
-        """Return what a person should know of the file."""
+        """Return a note for the user if rows were left out."""
         if not self.left_out:
             return None
         rows = "1 row" if self.left_out == 1 else f"{self.left_out} rows"
@@ -62,34 +63,35 @@ class TraceRows(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def load_trace(path: str) -> TraceRows:
-    """Raises WorkloadError for a file that is missing or empty, or has a bad line."""
-    name, rows = shown_path(path), _rows_of(path)
-    kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
-    stamps = [row.seconds for row in kept if row.seconds is not None]
-    if not kept:
+    """Return the requests of a file. Raises WorkloadError if the file is missing, has an invalid
+    line, or has no row with both prompt and output tokens."""
+    name, rows = shown_path(path), _read_rows(path)
+    usable = [row for row in rows if row.prompt_tokens and row.output_tokens]
+    stamps = [row.seconds for row in usable if row.seconds is not None]
+    if not usable:
         raise WorkloadError(f"trace {name}: no line has both prompt tokens and output tokens")
-    if len(stamps) not in (0, len(kept)):
+    if len(stamps) not in (0, len(usable)):
         raise WorkloadError(
-            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`. Add it to all lines "
-            "or to none"
+            f"trace {name}: {len(stamps)} of {len(usable)} lines have `seconds`. Add it to all "
+            "lines or to none"
         )
-    kept.sort(key=lambda row: row.seconds or 0.0)  # stable: as they stand without stamps
+    usable.sort(key=lambda row: row.seconds or 0.0)  # stable: keeps the order without timestamps
     return TraceRows(
         np.sort(np.array(stamps, dtype=np.float64)) - min(stamps, default=0.0),
-        np.array([(row.prompt_tokens, row.output_tokens) for row in kept], dtype=np.int64),
-        len(rows) - len(kept),
+        np.array([(row.prompt_tokens, row.output_tokens) for row in usable], dtype=np.int64),
+        len(rows) - len(usable),
     )
 
 
 @functools.lru_cache(maxsize=8)
 def load_sessions(path: str) -> list[list[Row]]:
-    """Return the turns of each session, in the order in which they begin; none: the file has no
-    sessions.
+    """Return the turns of each session, in the order in which the sessions begin. Empty if the file
+    has no sessions.
 
-    Raises WorkloadError, also where only some lines have a session.
+    Raises WorkloadError if the file cannot be read, or only some of its lines have a session.
     """
     sessions: dict[str | int | None, list[Row]] = {}
-    for row in _rows_of(path):
+    for row in _read_rows(path):
         if row.prompt_tokens and row.output_tokens:
             sessions.setdefault(row.session, []).append(row)
     if None in sessions and len(sessions) > 1:
@@ -100,8 +102,8 @@ def load_sessions(path: str) -> list[list[Row]]:
     return [turns for name, turns in sessions.items() if name is not None]
 
 
-def _rows_of(path: str) -> list[Row]:
-    """Return all rows of a file. Raises WorkloadError."""
+def _read_rows(path: str) -> list[Row]:
+    """Return all rows of a file. Raises WorkloadError if it is missing or has an invalid line."""
     name = shown_path(path)
     try:
         if not Path(path).is_file():
@@ -111,23 +113,24 @@ def _rows_of(path: str) -> list[Row]:
         raise WorkloadError(f"trace {name} cannot be read: {problem.strerror}") from None
     rows: list[Row] = []
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.removeprefix(_BYTE_ORDER_MARK)  # files that were joined have several
+        line = line.removeprefix(_BYTE_ORDER_MARK)  # concatenated files have several
         if not line.strip():
             continue
         try:
-            rows.append(_whole(msgspec.json.decode(line, type=Row)))
+            rows.append(_checked(msgspec.json.decode(line, type=Row)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
             raise WorkloadError(f"trace {name}, line {number}: {problem}") from None
     return rows
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for people and JSON, whatever bytes it has."""
+    """Return a path as text that can be printed and written as JSON, whatever bytes it has."""
     return printable(os.fsdecode(path))
 
 
-def _whole(row: Row) -> Row:
-    """Counts such as 320.0, which data frames write, are whole. Raises ValueError for others."""
+def _checked(row: Row) -> Row:
+    """Return the row. Raises ValueError if a token count is not an integer; 320.0, as data frames
+    write it, is one."""
     for name in ("prompt_tokens", "output_tokens"):
         value = getattr(row, name)
         if value != int(value):
