@@ -1,21 +1,25 @@
-"""llama.cpp on the CPU or a GPU, by the low-level API of llama-cpp-python.
+"""The llama.cpp backend, on the CPU or a GPU, by the low-level API of llama-cpp-python.
 
-One context with a sequence per slot. A step is one `llama_decode`, or a few (see batching.py), over
-a batch whose arrays are numpy views on llama.cpp's own; the logits are a view too.
+There is one context with a sequence per slot. A step is one `llama_decode`, or a few (see
+batching.py). The arrays of the batch and the logits are numpy views of llama.cpp's memory.
 
-Measured, 135M Q4_0 on one AVX2 core, tokens/s of 8 rows at 500 tokens each: a KV part per slot 130
-without flash attention and 100 with it, a unified pool 50 and 69. With parts, each run of
-neighbouring slots is a pass over the weights; the worst case, every second slot, costs a third.
+The KV cache has a separate part for each slot if possible. On one AVX2 core, 8 rows of 135M Q4_0
+with 500 tokens of context each decode at 130 tokens/s with separate parts (100 with flash
+attention), and at 50 with a unified pool (69). With separate parts, each run of neighboring slots
+is one pass over the weights. The worst case, every second slot in use, costs a third.
 
-Flash attention stays off on the CPU: it sums in half precision for fewer than 64 tokens, so that
-logits depend on how a prompt was cut (by up to 1.0 on 135M Q4_0). Without it they are the same to
-the bit, and `calls_of` skips what is masked as well (prompt of 262 tokens: 991 ms in one piece,
-860 cut, 859 with flash attention). That is true of dense models; where a router or a gate is a
-float32 matrix (mixtures of experts, Qwen's delta nets), one row and several round differently, and
-a near tie may fall otherwise: another expert, and now and then another greedy token.
+Flash attention is off on the CPU by default. It sums in half precision for fewer than 64 tokens, so
+that the logits depend on how a prompt was split (by up to 1.0 on 135M Q4_0). Without it they are
+bit-identical, and `calls_of` saves most of the work on masked tokens too: a prompt of 262 tokens
+takes 991 ms in one pass, 860 ms split, and 859 ms with flash attention.
 
-A slot cannot be cut back where layers are recurrent, or keep a sliding window only. `save` and
-`restore` (llama_state_seq_get_data_ext with PARTIAL_ONLY) take it back to a point, exactly.
+This holds for dense models. In models with a router or gate in float32 (mixtures of experts, Qwen's
+delta nets), one row and several rows round differently, so that a near tie may select another
+expert and sometimes another greedy token.
+
+A slot cannot be truncated if the model has recurrent layers, or layers that keep only a sliding
+window. Then `save` and `restore` (llama_state_seq_get_data_ext with PARTIAL_ONLY) return it exactly
+to a checkpoint.
 
 llama.cpp aborts the process on some failures, which is why engines are child processes.
 """
@@ -47,9 +51,11 @@ from crossover.serving.errors import EngineFailed, KvFull, OutOfMemory
 from crossover.serving.sampling.batch_sampler import sample
 from crossover.serving.sampling.step_inputs import Row, Sampled
 
-READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures
+# Round figures of a CPU, to decide whether splitting a step pays off.
+READ_BYTES_PER_SECOND = 8e9  # weights that one core reads
 FLOPS_PER_THREAD = 40e9
-_OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
+# Codes that llama_decode returns. Others: 2 aborted, -1 invalid batch, lower: fatal.
+_OK, _KV_FULL = 0, 1
 
 
 class SavedState(NamedTuple):
@@ -85,12 +91,12 @@ class LlamaCppBackend:
                 window = llama.llama_model_n_swa(self._model)
                 self._why_not_rewinds = f"some layers keep a window of {window} tokens only"
             self._can_rewind = not self._why_not_rewinds
-            # A dummy row's token cannot be taken out of a state, and costs as much as any row where
-            # it draws experts of its own.
-            self._takes_dummies = not (self._has_state or loader.has_experts(self._model))
-            self._least_cut = self._tokens_worth_a_cut(config)
+            # A dummy row's token cannot be removed from a recurrent state. With experts, a dummy
+            # row costs as much as any other, because it is routed to experts of its own.
+            self._allows_dummies = not (self._has_state or loader.has_experts(self._model))
+            self._min_split_tokens = self._tokens_worth_a_split(config)
             self.info = self._describe(config, vocabulary)
-            progress("first step", None)  # which takes the page faults
+            progress("first step", None)  # so that the page faults happen now
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
             self.truncate(0, 0)
         except BaseException:
@@ -107,11 +113,11 @@ class LlamaCppBackend:
         samples: dict[int, Sampled] = {}
         self.last_decode_seconds = None
         calls = [rows]
-        if self._least_cut is not None:
-            calls = calls_of(rows, self._least_cut, 4 * self._threads)
+        if self._min_split_tokens is not None:
+            calls = calls_of(rows, self._min_split_tokens, 4 * self._threads)
         for call in calls:
             started = time.perf_counter()
-            self._decode(self._filled_up(call))
+            self._decode(self._with_dummies(call))
             if all(len(row.tokens) == 1 for row in call):
                 self.last_decode_seconds = time.perf_counter() - started
             sampling_rows = [by_slot[piece.slot] for piece in call if piece.wants_token]
@@ -121,6 +127,7 @@ class LlamaCppBackend:
         return [samples[row.slot] for row in rows if row.wants_token]
 
     def _decode(self, rows: list[Row]) -> None:
+        """Compute one call. Raises KvFull, OutOfMemory, EngineFailed."""
         self._batch.fill(rows)
         code = self._llama.llama_decode(self._context, self._batch.batch)
         if code != _OK:
@@ -132,27 +139,32 @@ class LlamaCppBackend:
                 self._lengths[row.slot] = row.start + len(row.tokens)
 
     def _logits(self, rows: int) -> npt.NDArray[np.float32]:
-        """Those of the last call, a view that is valid until the next one."""
+        """Return the logits of the last call, float32 [rows, vocabulary]: a view that is valid
+        until the next call. Raises EngineFailed."""
         pointer = self._llama.llama_get_logits(self._context)
         if not pointer:
             raise EngineFailed("llama.cpp gave no logits")
         return np.ctypeslib.as_array(pointer, (rows, self.info.vocabulary))
 
-    def _filled_up(self, call: list[Row]) -> list[Row]:
-        """Return a call of single tokens with dummy rows, whose KV entries are dropped again: each
-        gap between rows with parts of their own is another pass over the weights, on a GPU too."""
+    def _with_dummies(self, call: list[Row]) -> list[Row]:
+        """Return a call of decode rows with dummy rows in the gaps between their slots, if these
+        save time. The KV entries of dummy rows are removed after the call.
+
+        With separate KV parts, each gap means another pass over the weights, also on a GPU.
+        """
         is_decode = all(len(row.tokens) == 1 for row in call)
-        if self._unified or not self._takes_dummies or not is_decode:
+        if self._unified or not self._allows_dummies or not is_decode:
             return call
         used_slots, lengths = {row.slot for row in call}, self._lengths
         context = self.info.settings.context_tokens
-        free_slots = {slot for slot, held in enumerate(lengths) if held < context}
+        free_slots = {slot for slot, tokens in enumerate(lengths) if tokens < context}
         dummy_slots = dummies(used_slots, free_slots - used_slots)
         rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in dummy_slots]
         return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Prefix reuse. The unified pool shares the cells, and nothing is moved."""
+        """Make the target slot's KV cache the first `tokens` tokens of the source slot's. In a
+        unified pool, the slots share the cells, and nothing is copied."""
         assert source != target and tokens <= self._lengths[source]
         llama, memory = self._llama, self._memory
         llama.llama_memory_seq_rm(memory, target, -1, -1)
@@ -164,6 +176,8 @@ class LlamaCppBackend:
         self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
+        """Keep only the first `tokens` tokens of a slot. Raises EngineFailed if this is
+        impossible."""
         slot_tokens = self._lengths[slot]
         if tokens < slot_tokens:
             is_possible = tokens == 0 or self._can_rewind
@@ -177,16 +191,17 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def save(self, slot: int) -> SavedState:
-        """Return the slot's recurrent state, or its windows, as they are now."""
+        """Return a checkpoint of the slot: a copy of its recurrent state, or of its windows."""
         flags = self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         return SavedState(self._lengths[slot], self._state(slot, flags))
 
     def restore(self, slot: int, saved: SavedState, source: int) -> None:
-        """Make `slot` hold the tokens of `saved`; `source` holds the rest of their KV."""
+        """Return `slot` to the checkpoint `saved`. The KV of its layers that keep the whole context
+        is in the slot `source`, which may be the same. Raises EngineFailed."""
         llama, memory = self._llama, self._memory
         if source != slot:
-            # Not by llama_memory_seq_cp: between parts it copies at the next step, over what is
-            # restored here.
+            # llama_memory_seq_cp would copy between separate parts only in the next step, and
+            # overwrite what is restored here.
             whole = self._state(source, llama.LLAMA_STATE_SEQ_FLAGS_NONE)
             self._set_state(slot, whole, llama.LLAMA_STATE_SEQ_FLAGS_NONE)
         self._set_state(slot, saved.data, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -195,6 +210,7 @@ class LlamaCppBackend:
         self._lengths[slot] = saved.tokens
 
     def _state(self, slot: int, flags: int) -> npt.NDArray[np.uint8]:
+        """Return a copy of a slot's state as bytes. Raises EngineFailed."""
         size = self._llama.llama_state_seq_get_size_ext(self._context, slot, flags)
         data = np.empty(size, np.uint8)
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -220,11 +236,12 @@ class LlamaCppBackend:
             self._llama.llama_model_free(self._model)
         self._context = self._model = None
 
-    def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
-        """From how many tokens on a run is cut where its KV block ends; None: steps stay whole.
+    def _tokens_worth_a_split(self, config: EngineConfig) -> int | None:
+        """Return the number of tokens from which on a row is split where its KV block ends, because
+        the attention that this saves costs more than another pass over the weights.
 
-        NEVER with flash attention, which skips what is masked. Whole on a GPU, and in a unified
-        pool, whose passes take any mix of rows.
+        None if steps are never divided into several calls: on a GPU, and with a unified pool, whose
+        passes take any mix of rows. NEVER with flash attention, which skips masked tokens itself.
         """
         if config.device != "cpu" or self._unified:
             return None
@@ -232,24 +249,25 @@ class LlamaCppBackend:
             return NEVER
         llama, model = self._llama, self._model
         width, layers = llama.llama_model_n_embd(model), llama.llama_model_n_layer(model)
-        saved_flops = 4 * KV_BLOCK * width * layers
-        another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
-        tokens: int = round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)
+        saved_flops_per_token = 4 * KV_BLOCK * width * layers
+        pass_flops = (
+            llama.llama_model_size(model) / READ_BYTES_PER_SECOND * FLOPS_PER_THREAD * self._threads
+        )
+        tokens: int = round(pass_flops / saved_flops_per_token)
         return min(KV_BLOCK, max(1, tokens))
 
     def _describe(self, config: EngineConfig, vocabulary: int) -> BackendInfo:
         llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         settings = config.settings
-        whole = settings.slots * settings.context_tokens
-        on_gpu = config.device == "gpu"
+        is_gpu = config.device == "gpu"
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
-            device_name=(LOG.gpu or "GPU") if on_gpu else (cpu_name() or "CPU"),
+            device_name=(LOG.gpu or "GPU") if is_gpu else (cpu_name() or "CPU"),
             settings=msgspec.structs.replace(
                 settings,
-                kv_tokens=min(whole, settings.pool_tokens),
+                kv_tokens=min(settings.slots * settings.context_tokens, settings.pool_tokens),
                 kv_dtype=loader.kv_dtype,
                 step_tokens=llama.llama_n_batch(self._context),
             ),
@@ -268,6 +286,7 @@ class LlamaCppBackend:
         )
 
     def _failure(self, code: int, subject: str) -> Exception:
+        """Return the error for a code that llama_decode returned."""
         if code == _KV_FULL:
             return KvFull(f"{subject} found no room among {self.info.settings.kv_tokens} KV tokens")
         reason = LOG.reason()

@@ -1,12 +1,12 @@
-"""Whether llama.cpp can load a GGUF file, and the memory it will hold, before anything is promised.
+"""Loads a GGUF file without allocating memory: whether llama.cpp supports it, and what it needs.
 
-    held = dry_load(EngineConfig("llama_cpp", "x.gguf", "x"), contexts=(2048, 8192))
-    held[1].kv_bytes, held[1].state_bytes, held[1].buffer_bytes
+    memory = dry_load(EngineConfig("llama_cpp", "x.gguf", "x"), contexts=(2048, 8192))
+    memory[1].kv_bytes, memory[1].state_bytes, memory[1].buffer_bytes
 
-A child process loads the file with `no_alloc`: llama.cpp reads the header, checks every tensor,
-plans its caches and its compute graphs, and allocates nothing (0.02 to 0.7 s for files of 1 MB to
-80 GB). The sizes are llama.cpp's own, so they hold for every architecture that it knows. A file
-that it cannot load, or that makes it abort, is one sentence with llama.cpp's reason.
+A child process loads the file with `no_alloc`: llama.cpp reads the header, checks every tensor and
+plans its caches and compute graphs, but allocates nothing. This takes 0.02 to 0.7 s for files of
+1 MB to 80 GB. The sizes are llama.cpp's own, so they are right for every architecture that it
+supports. If it cannot load the file, or aborts, the error has llama.cpp's reason.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS
 from crossover.serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 
 MAX_SECONDS = 120.0
-MIN_CONTEXT = 2048  # the shortest that is asked about where nobody says a context
+MIN_CONTEXT = 2048  # the shortest context that is tried if none is requested
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory)
 }
 _MIB = 1 << 20
-# llama.cpp's words: "llama_kv_cache: size =   12.00 MiB ( 2048 cells, ..."
+# Lines of llama.cpp's log, such as "llama_kv_cache: size =   12.00 MiB ( 2048 cells, ..."
 _SIZES = {
     "kv_bytes": re.compile(r"llama_kv_cache\w*: size = +([\d.]+) MiB"),
     "state_bytes": re.compile(r"llama_memory_recurrent: size = +([\d.]+) MiB"),
@@ -46,23 +46,27 @@ _SIZES = {
 
 
 class _Failure(msgspec.Struct):
-    kind: str
+    """An error of the child process."""
+
+    kind: str  # name of the exception's class
     text: str
 
 
 def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[EngineMemory, ...]:
-    """Return what llama.cpp will hold beside the weights, for each number of context tokens.
+    """Return the memory that llama.cpp needs besides the weights, at each of these context lengths
+    (tokens).
 
-    Raises BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory, Unsupported.
+    Raises BrokenWeights (llama.cpp cannot load the file), UnsupportedModel, BackendUnavailable,
+    OutOfMemory, and Unsupported (an option or setting).
     """
     request_json = msgspec.json.encode((config, [*contexts])).decode()
-    ran = run_python("-m", __name__, request_json, timeout_seconds=MAX_SECONDS)
+    child = run_python("-m", __name__, request_json, timeout_seconds=MAX_SECONDS)
     name = Path(config.model_path).name
-    if ran.status is None:
+    if child.status is None:
         raise BrokenWeights(f"llama.cpp did not read the header of {name} within {MAX_SECONDS:g} s")
-    lines = ran.output.splitlines()
-    if ran.status != 0 or not lines:
-        reason = ran.reason.removeprefix("llama.cpp: ")
+    lines = child.output.splitlines()
+    if child.status != 0 or not lines:
+        reason = child.reason.removeprefix("llama.cpp: ")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
     answer = msgspec.json.decode(lines[-1], type=list[EngineMemory] | _Failure)
     if isinstance(answer, _Failure):
@@ -79,25 +83,24 @@ def reported_memory(
     options: Mapping[str, Any] = MappingProxyType({}),
     prefix_reuse: bool = True,
 ) -> tuple[EngineMemory, ...]:
-    """`dry_load` of a file, at the context that is asked for; where none is, at powers of two up to
-    the model's own. `options`: of the backend. Raises what `dry_load` raises."""
+    """Return the memory that llama.cpp and its checkpoints need besides the weights of a file.
+
+    The context is the requested one. If none is requested, there is one entry for each doubling
+    from MIN_CONTEXT to the model's maximum, in ascending order. `options` are those of the backend.
+
+    Raises UnsupportedModel if the model has no cache at all, and what `dry_load` raises.
+    """
     max_context = spec.context
     contexts = [min(requested.context_tokens or MIN_CONTEXT, max_context)]
     if requested.context_tokens is None and requested.kv_tokens is None:
         while contexts[-1] < max_context:
             contexts.append(min(2 * contexts[-1], max_context))
-        # Where windows are kept alone the cache shrinks: both sides of it, so that what lies
-        # between two contexts lies on a line.
+        # The cache shrinks where layers begin to keep only their windows. Both sides of this step
+        # are included, so that linear interpolation between two entries is right.
         longest_whole = longest_whole_context(spec.window_tokens)
+        step_contexts = (longest_whole, longest_whole + 1)
         contexts = sorted(
-            {
-                *contexts,
-                *(
-                    entry
-                    for entry in (longest_whole, longest_whole + 1)
-                    if 0 < entry <= max_context
-                ),
-            }
+            {*contexts, *(context for context in step_contexts if 0 < context <= max_context)}
         )
     if requested.kv_tokens is not None:
         contexts = [min(contexts[0], requested.kv_tokens)]
@@ -120,41 +123,42 @@ def reported_memory(
 
 
 def _with_checkpoints(reported: EngineMemory, spec: ModelSpec, config: EngineConfig) -> EngineMemory:
-    """With what checkpoints take, which are of our making. llama.cpp says MiB with two decimals, of
-    three parts of a state; where its layers say the same bytes within that, they are exact."""
-    slots, reported_state_bytes, kv_dtype = (
-        config.settings.slots,
-        reported.state_bytes,
-        config.settings.kv_dtype,
-    )
+    """Return the reported memory plus that of the checkpoints, which llama.cpp does not include.
+
+    llama.cpp reports the three parts of a state in MiB with two decimals. If the state that the
+    model's shape implies agrees within this rounding, it is used, since it is exact.
+    """
+    slots, kv_dtype = config.settings.slots, config.settings.kv_dtype
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
     tokens = slots * reported.context_tokens
-    exact_state_bytes = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
-    if abs(exact_state_bytes - reported_state_bytes) <= 0.02 * _MIB:
-        reported_state_bytes = exact_state_bytes
-    checkpoints_bytes = (
-        state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_state_bytes
+    exact_bytes = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
+    is_same = abs(exact_bytes - reported.state_bytes) <= 0.02 * _MIB
+    checkpoint_bytes = (
+        state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_bytes
     )
-    return msgspec.structs.replace(reported, state_bytes=reported_state_bytes + checkpoints_bytes)
+    all_bytes = (exact_bytes if is_same else reported.state_bytes) + checkpoint_bytes
+    return msgspec.structs.replace(reported, state_bytes=all_bytes)
 
 
 def _measure(config: EngineConfig, contexts: list[int]) -> list[EngineMemory]:
-    """In the child."""
+    """Run in the child process: read the sizes at each context length from llama.cpp's log."""
     loader = Loader(config)
     model = loader.load_without_memory()
-    measured = []
+    memory_by_context = []
     for tokens in contexts:
         lines: list[str] = []
-        LOG.heard = lines.append
+        LOG.on_line = lines.append
         context = loader.context(model, tokens)
-        LOG.heard = None
+        LOG.on_line = None
         sizes = {
-            name: round(_MIB * sum(float(match[1]) for match in map(words.search, lines) if match))
-            for name, words in _SIZES.items()
+            name: round(
+                _MIB * sum(float(match[1]) for match in map(pattern.search, lines) if match)
+            )
+            for name, pattern in _SIZES.items()
         }
-        measured.append(EngineMemory(context_tokens=tokens, **sizes))
+        memory_by_context.append(EngineMemory(context_tokens=tokens, **sizes))
         loader.llama.llama_free(context)
-    return measured
+    return memory_by_context
 
 
 def _main() -> None:

@@ -38,7 +38,7 @@ class LogTail:
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.gpu: str | None = None  # its name, without what differs at every load
-        self.heard: Callable[[str], None] | None = None  # gets every line
+        self.on_line: Callable[[str], None] | None = None  # called with every line
         self._level = 0
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
             self._take
@@ -51,27 +51,27 @@ class LogTail:
         llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
 
     def reason(self) -> str:
-        """Return the last errors in llama.cpp's words, without paths and names of its functions."""
-        words = [_FUNCTION.sub("", line) for line in self.errors]
-        # The last lines of a load only say that it failed.
-        informative = [line for line in words if line != "failed to load model"] or words
+        """Return the last errors of the log in one line, without folders and function names."""
+        lines = [_FUNCTION.sub("", line) for line in self.errors]
+        # The last line of a failed load says only that it failed.
+        informative = [line for line in lines if line != "failed to load model"] or lines
         return _without_folders("; ".join(informative) or "no reason given")
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
         self._level = level = self._level if level == _LOG_CONTINUED else level
         line = text.decode("utf-8", "replace").strip()
-        if self.heard is not None:
-            self.heard(line)
+        if self.on_line is not None:
+            self.on_line(line)
         if level in (_LOG_WARN, _LOG_ERROR) and line:
             self.errors.append(line)
         if level == _LOG_ERROR and line:
-            # It may be the last word: llama.cpp ends the process on a CUDA error.
+            # Printed too, because llama.cpp ends the process after some errors, such as CUDA's.
             print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
         if device := _DEVICE.search(line):
             self.gpu = self.gpu or device[1]
 
     def _abort(self, message: bytes) -> None:
-        """Before llama.cpp ends the process: the reason, in place of a backtrace."""
+        """Print the reason in place of a backtrace; llama.cpp ends the process after it."""
         line = _without_folders(message.decode("utf-8", "replace").strip())
         print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
 
@@ -99,11 +99,13 @@ def library() -> Any:
 
 
 def _load_devices(llama: Any) -> None:
-    """Load GGML's backends that are files beside the library, the best for this CPU.
+    """Load the GGML backends that are separate files next to the library, the best one for this
+    CPU among them.
 
-    A build for many CPUs (GGML_BACKEND_DL) has none inside, and llama.cpp alone looks for none.
-    Asked through libllama: a wheel has libggml.so and libggml.so.0 as two files, so that opening
-    one by its path may load a second GGML, whose backends llama.cpp does not see.
+    A build for many CPUs (GGML_BACKEND_DL) contains no backends, and llama.cpp does not look for
+    any. They are loaded through libllama, because a wheel contains libggml.so and libggml.so.0 as
+    two files: opening one by its path could load a second GGML, whose backends llama.cpp would not
+    see.
     """
     ggml = llama.llama_cpp._lib
     ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
@@ -113,7 +115,7 @@ def _load_devices(llama: Any) -> None:
 
 
 def probe() -> BackendProbe:
-    """Return what this build can do. Runs in a process of its own."""
+    """Return what this build of llama.cpp supports. Runs in a child process."""
     llama = library()
     find_backend = llama.llama_cpp._lib.ggml_backend_reg_by_name
     find_backend.argtypes, find_backend.restype = [ctypes.c_char_p], ctypes.c_void_p
@@ -135,7 +137,8 @@ def probe() -> BackendProbe:
 
 
 def build_details(llama: Any) -> dict[str, str]:
-    """Return which build this is, and which instructions of the CPU it uses."""
+    """Return the versions of library and package, and llama.cpp's description of the build with
+    the CPU instruction sets that it uses."""
     return {
         "llama_cpp": llama.llama_version().decode(),
         "package": f"{PACKAGE} {importlib.metadata.version(PACKAGE)}",
@@ -144,6 +147,6 @@ def build_details(llama: Any) -> dict[str, str]:
 
 
 def is_memory(reason: str) -> bool:
-    """Return whether llama.cpp's words say that memory ran out."""
+    """Return whether llama.cpp's error says that memory ran out."""
     pattern = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
     return re.search(pattern, reason, re.IGNORECASE) is not None

@@ -82,7 +82,7 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(
         apart = 1e-2
     settings: dict[str, Any] = {"weight_format": weight_format, "context_tokens": 1024}
     whole, cut = make(**settings), make(**settings)
-    whole._least_cut, cut._least_cut = None, 1
+    whole._min_split_tokens, cut._min_split_tokens = None, 1
     prompt, other = prompt_of(whole, 520, 1), prompt_of(whole, 301, 2)
     reference = []
     for begin in (0, 260):
