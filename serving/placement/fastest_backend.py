@@ -436,7 +436,7 @@ def _with_capacities(
 def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
     """Return the step-time model through the two decode times, of one row and of all slots:
 
-        seconds = base + row_seconds * decode rows + prompt_token_seconds * prompt tokens
+    seconds = base + row_seconds * decode rows + prompt_token_seconds * prompt tokens
     """
     row_seconds = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
     row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)

@@ -122,7 +122,9 @@ def reported_memory(
     return tuple(_with_checkpoints(entry, spec, config) for entry in memory_by_context)
 
 
-def _with_checkpoints(reported: EngineMemory, spec: ModelSpec, config: EngineConfig) -> EngineMemory:
+def _with_checkpoints(
+    reported: EngineMemory, spec: ModelSpec, config: EngineConfig
+) -> EngineMemory:
     """Return the reported memory plus that of the checkpoints, which llama.cpp does not include.
 
     llama.cpp reports the three parts of a state in MiB with two decimals. If the state that the
@@ -133,9 +135,7 @@ def _with_checkpoints(reported: EngineMemory, spec: ModelSpec, config: EngineCon
     tokens = slots * reported.context_tokens
     exact_bytes = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
     is_same = abs(exact_bytes - reported.state_bytes) <= 0.02 * _MIB
-    checkpoint_bytes = (
-        state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_bytes
-    )
+    checkpoint_bytes = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_bytes
     all_bytes = (exact_bytes if is_same else reported.state_bytes) + checkpoint_bytes
     return msgspec.structs.replace(reported, state_bytes=all_bytes)
 

@@ -40,7 +40,12 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from crossover.serving.placement.fastest_backend import BEST, EngineCandidate, EngineTimes, save_times
+from crossover.serving.placement.fastest_backend import (
+    BEST,
+    EngineCandidate,
+    EngineTimes,
+    save_times,
+)
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.tools.made_up_machines import FACTS, MadeUp
 

@@ -25,10 +25,10 @@ from crossover.serving.placement.fastest_backend import (
     EngineTimes,
     Question,
     fastest_backend,
-    save_times,
     measure,
     measured_times,
     read_table,
+    save_times,
     table_path,
 )
 from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest

@@ -10,7 +10,12 @@ import pytest
 from crossover.models.model_ladder import ladder_model
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import hardware_facts
-from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, save_times
+from crossover.serving.placement.fastest_backend import (
+    EngineCandidate,
+    EngineTimes,
+    Question,
+    save_times,
+)
 from crossover.serving.placement.placement_policy import PlacementRequest
 from crossover.serving.registry.prepare_model import Machine, best_for, find_model
 from crossover.serving.server_options import ModelOptions
