@@ -3,20 +3,22 @@
     make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
     make_random_onnx(ladder_model("8b").spec, Path("llama-3.1-8b-int8"), "int8")
 
-The graph of the families in crossover.models.model_families is written here: attention by
-GroupQueryAttention, with a KV cache updated in place and logits of each row's last token. At most
-one matrix is in memory at a time. Other architectures: crossover.models.export_with_optimum.
+This module writes the graph of the families in crossover.models.model_families: attention with
+GroupQueryAttention, a KV cache that is updated in place, and logits of each row's last token. At
+most one matrix is in memory at a time. For other architectures, see
+crossover.models.export_with_optimum.
 
-    int8  a scale for each weight row; activations in 8 bits, products of whole numbers. One fixed
-          scale serves all tokens before gate and up, elsewhere each token has its own
-    int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits; the head is int8
-    fp32  as they are
+    int8  One scale per weight row. Activations are quantized to 8 bits, and matrices are multiplied
+          as integers. The inputs of gate and up share one fixed scale; elsewhere, each token has a
+          scale of its own.
+    int4  MatMulNBits: one scale per 32 weights, activations in blocks of 8 bits. The head is int8.
+    fp32  Not quantized.
 
-Trained models have a few channels a hundred times as large as the others, on which one scale a
-token spends its 8 bits. So for int8 trained weights are first turned
-(crossover.models.rotated_weights): the same function in a basis in which all channels are alike.
-Without VNNI, sums of two 8-bit products saturate 16 bits: there int8 weights have 7 bits
-(`int8_bits`; the manifest's generator says so).
+In trained models, a few channels are a hundred times as large as the others, and would use up the
+8 bits of a token's scale. Therefore trained weights are rotated before they are quantized to int8
+(crossover.models.rotated_weights): the model computes the same function in a basis in which all
+channels have similar sizes. On CPUs without VNNI, the sum of two 8-bit products saturates 16 bits,
+so int8 weights are limited to 7 bits there (`int8_bits`; the manifest's generator records it).
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ from crossover.models.weights_manifest import (
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
-# Standard deviations of a normed vector that its 8 bits span. Rotated
-# (crossover.models.rotated_weights), its channels are alike and nearly Gaussian. KL on
-# SmolLM2-135M-Instruct with it before gate and up: 0.0098 nats; before query, key and value too
-# 0.0107, with a scale for each token 0.0094 (`python -m tests.bench.format_quality onnx:int8`).
+# The range of the fixed scale for a norm's output, in standard deviations. In the rotated basis its
+# channels are nearly Gaussian. The KL divergence on SmolLM2-135M-Instruct is 0.0098 nats with
+# the fixed scale before gate and up, 0.0107 with it before query, key and value too, and 0.0094
+# with a scale for each token (`python -m tests.bench.format_quality onnx:int8`).
 NORMED_SPAN = np.float32(3.5)
 THREADS = 2
-# Of some rows: what is stored, and its scales.
-Rounded = tuple[npt.NDArray[Any], Floats]
+# Quantized rows of a matrix: the stored numbers, and the scales.
+Quantized = tuple[npt.NDArray[Any], Floats]
 
 
 def make_onnx(
@@ -79,14 +81,16 @@ def make_onnx(
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder to the folder `target`, replaced whole.
+    """Convert the Hugging Face folder `source` to the ONNX folder `target`, which is replaced as a
+    whole. Return `target`.
 
-    `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
-    BrokenWeights.
+    `spec` is the model's shape, if the caller knows more than the folder's config.json.
+
+    Raises UnsupportedModel, BrokenWeights.
     """
     say = progress or (lambda what, fraction: None)
-    config, before = read_config(source), read_manifest(source)
-    seed = None if before is None else before.seed
+    config, source_manifest = read_config(source), read_manifest(source)
+    seed = None if source_manifest is None else source_manifest.seed
     is_foreign = config.get("model_type") not in FAMILIES
     spec = spec or (foreign_spec if is_foreign else spec_of)(config, source.name)
     with atomic_folder(target) as folder:
@@ -102,28 +106,29 @@ def make_onnx(
             if weight_format == "int8" and seed is None:
                 rows = Turned(spec, rows, source)
             _write_graph(spec, rows, folder, weight_format, say)
-        made_by = converter(weight_format)
-        write_manifest(folder, Manifest("onnx", spec, weight_format, source.name, made_by, seed))
+        generator = converter(weight_format)
+        write_manifest(folder, Manifest("onnx", spec, weight_format, source.name, generator, seed))
     return target
 
 
 def make_random_onnx(
     spec: ModelSpec, target: Path, weight_format: str, *, progress: Progress | None = None
 ) -> Path:
-    """Return a folder with the graph of trained weights, of seeded random ones; replaced whole."""
+    """Write the ONNX folder `target` with seeded random weights and the same graph as trained
+    weights would have. An existing folder is replaced as a whole. Return `target`."""
     say = progress or (lambda what, fraction: None)
     with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
         _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, say)
-        made_by = f"{converter(weight_format)}, {GENERATOR}"
-        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, 0))
+        generator = f"{converter(weight_format)}, {GENERATOR}"
+        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", generator, 0))
     return target
 
 
 def _write_graph(
     spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
 ) -> None:
-    """Write GRAPH and DATA."""
+    """Write the files GRAPH and DATA in the folder."""
     with (folder / DATA).open("wb") as out, ThreadPoolExecutor(THREADS) as pool:
         writer = GraphWriter(spec, rows, out, pool, weight_format, say)
         (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
@@ -131,7 +136,10 @@ def _write_graph(
 
 @dataclass
 class GraphWriter:
-    """Writes weights to DATA as it builds the graph's nodes."""
+    """Builds the nodes of the graph and writes the weights to DATA meanwhile.
+
+    Methods that add nodes take and return the names of their inputs and outputs in the graph.
+    """
 
     spec: ModelSpec
     rows: Rows
@@ -141,7 +149,7 @@ class GraphWriter:
     say: Progress
 
     def __post_init__(self) -> None:
-        self.most = np.float32(127 if int8_bits() == 8 else 64)  # of an int8 weight
+        self.max_int8 = np.float32(127 if int8_bits() == 8 else 64)  # the largest int8 weight
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
         self.shapes = {tensor.name: tensor.shape for tensor in self.spec.tensors()}
@@ -150,6 +158,7 @@ class GraphWriter:
     # --- constants
 
     def constant(self, name: str, values: npt.NDArray[Any]) -> str:
+        """Add a constant; values of 1 KiB and more go to the file. Return its name."""
         if values.nbytes >= 1024:
             return self.streamed(name, values.dtype.str, values.shape, [values])
         self.constants.append(numpy_helper.from_array(values, name))
@@ -158,7 +167,8 @@ class GraphWriter:
     def streamed(
         self, name: str, dtype: str, dims: Sequence[int], parts: Iterable[npt.NDArray[Any]]
     ) -> str:
-        """Return a constant whose parts are written to the file as they come."""
+        """Add a constant of this shape, whose parts are written to the file one after the other.
+        Return its name."""
         self.file.write(b"\0" * (-self.file.tell() % 4096))
         offset = self.file.tell()
         for part in parts:
@@ -174,38 +184,47 @@ class GraphWriter:
         return name
 
     def vector(self, *sources: str) -> str:
-        parts = [self.rows(one, 0, self.shapes[one][0]) for one in sources]
+        """Add a constant with these vectors one after the other. Return its name."""
+        parts = [self.rows(source, 0, self.shapes[source][0]) for source in sources]
         return self.constant(sources[0], np.concatenate(parts))
 
-    def blocks(
-        self, sources: tuple[str, ...], work: Callable[[Floats], Rounded]
-    ) -> Iterator[Rounded]:
-        """`work` of each block of the matrices' rows, in order."""
-        step = max(1, BLOCK // self.shapes[sources[0]][1])
-        places = [(one, at) for one in sources for at in range(0, self.shapes[one][0], step)]
+    def quantized_blocks(
+        self, sources: tuple[str, ...], quantize: Callable[[Floats], Quantized]
+    ) -> Iterator[Quantized]:
+        """Yield the quantized rows of these matrices block by block, in order.
 
-        def made(place: tuple[str, int]) -> Rounded:
-            source, first = place
-            values = self.rows(source, first, min(self.shapes[source][0], first + step))
+        Raises BrokenWeights if a matrix has NaN or infinity.
+        """
+        block_rows = max(1, BLOCK // self.shapes[sources[0]][1])
+        blocks = [
+            (source, first)
+            for source in sources
+            for first in range(0, self.shapes[source][0], block_rows)
+        ]
+
+        def quantized(block: tuple[str, int]) -> Quantized:
+            source, first = block
+            values = self.rows(source, first, min(self.shapes[source][0], first + block_rows))
             if not math.isfinite(float(values.sum())):
                 raise BrokenWeights(f"The tensor {source} of {self.spec.name} has NaN or infinity")
-            return work(values)
+            return quantize(values)
 
-        for at in range(0, len(places), THREADS):
-            yield from self.pool.map(made, places[at : at + THREADS])
+        for index in range(0, len(blocks), THREADS):
+            yield from self.pool.map(quantized, blocks[index : index + THREADS])
 
     def matrices(
         self,
         sources: tuple[str, ...],
         kind: str,
         dims: list[int],
-        work: Callable[[Floats], Rounded],
+        quantize: Callable[[Floats], Quantized],
     ) -> tuple[str, Floats]:
-        """Return a constant of the matrices' rows one below the other, and their scales."""
+        """Add a constant of type `kind` and shape `dims` with the quantized rows of these matrices
+        one below the other. Return its name and the scales."""
         scales = []
 
         def parts() -> Iterator[npt.NDArray[Any]]:
-            for packed, scale in self.blocks(sources, work):
+            for packed, scale in self.quantized_blocks(sources, quantize):
                 scales.append(scale.reshape(-1))
                 yield packed
 
@@ -214,15 +233,16 @@ class GraphWriter:
     # --- products
 
     def product(self, x: str, y: str, *sources: str, is_normed: bool = False) -> str:
-        """y = x times the transposed matrices side by side.
+        """Add y = x @ W.T, where W are these matrices one below the other. Return y.
 
-        `is_normed`: x is the output of a norm whose weights are folded into these matrices.
+        `is_normed`: x is the output of a norm whose weights are folded into the matrices.
         """
-        outs, width = sum(self.shapes[one][0] for one in sources), self.shapes[sources[0]][1]
+        outs = sum(self.shapes[source][0] for source in sources)
+        width = self.shapes[sources[0]][1]
         if self.format == "fp32":
             weight = EMBEDDING
             if sources != (HEAD,) or not self.spec.tied:
-                weight, _ = self.matrices(sources, "f4", [outs, width], _as_they_are)
+                weight, _ = self.matrices(sources, "f4", [outs, width], _unquantized)
             return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
         if self.format == "int4" and sources != (HEAD,):
             if width % GROUP:
@@ -231,55 +251,59 @@ class GraphWriter:
                     f"{width} elements, which is not a multiple of {GROUP}. Use int8."
                 )
             dims = [outs, width // GROUP, GROUP // 2]
-            weight, steps = self.matrices(sources, "u1", dims, _nibbles)
+            weight, steps = self.matrices(sources, "u1", dims, _int4_groups)
             scale = self.constant(f"{sources[0]}_scale", steps)
             settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
             inputs = [x, weight, scale]
             return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
-        whole, steps, at = np.empty((width, outs), np.int8), np.empty(outs, np.float32), 0
-        for packed, each in self.blocks(sources, self.whole_rows):
-            whole[:, at : at + len(each)] = packed.T
-            steps[at : at + len(each)] = each
-            at += len(each)
-        weight = self.constant(sources[0], whole)
-        del whole
-        if is_normed and self.format == "int8":  # of int4, the head alone is here
-            rounded, largest = self.rounded_normed(x), ""
+        transposed, steps = np.empty((width, outs), np.int8), np.empty(outs, np.float32)
+        first = 0
+        for packed, scales in self.quantized_blocks(sources, self.int8_rows):
+            end = first + len(scales)
+            transposed[:, first:end] = packed.T
+            steps[first:end] = scales
+            first = end
+        weight = self.constant(sources[0], transposed)
+        del transposed
+        if is_normed and self.format == "int8":  # with int4, only the head is computed here
+            quantized, largest = self.quantized_norm(x), ""
             steps *= NORMED_SPAN
         else:
-            rounded, largest = self.rounded_by_token(x)
-        # An activation in 8 bits is a whole number from -127 to 127, times its span / 127.
+            quantized, largest = self.quantized_by_token(x)
+        # A quantized activation is an integer from -127 to 127, in units of its largest size / 127.
         scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
-        inputs = [rounded, weight, "scale_one", scale, "token_zero"]
+        inputs = [quantized, weight, "scale_one", scale, "token_zero"]
         z = f"{y}/unscaled" if largest else y
         self.node("MatMulIntegerToFloat", inputs, z, domain="com.microsoft")
         return self.node("Mul", [z, largest], y) if largest else y
 
-    def rounded_normed(self, x: str) -> str:
-        """Return the output of a norm in 8 bits, by the scale that serves all tokens."""
-        rounded = f"{x}/quantized"
-        if not self.is_made(rounded):
-            self.node("QuantizeLinear", [x, "normed_step", "token_zero"], rounded)
-        return rounded
+    def quantized_norm(self, x: str) -> str:
+        """Quantize the output x of a norm to 8 bits, with the fixed scale of all tokens."""
+        quantized = f"{x}/quantized"
+        if not self.has_node_for(quantized):
+            self.node("QuantizeLinear", [x, "normed_step", "token_zero"], quantized)
+        return quantized
 
-    def rounded_by_token(self, x: str) -> tuple[str, str]:
-        """Activations in 8 bits, by the largest size of each token; and that size."""
-        rounded, largest = f"{x}/quantized", f"{x}/largest"
-        if not self.is_made(rounded):
+    def quantized_by_token(self, x: str) -> tuple[str, str]:
+        """Quantize activations x to 8 bits, with a scale for each token. Return the quantized
+        activations and the largest absolute value of each token."""
+        quantized, largest = f"{x}/quantized", f"{x}/largest"
+        if not self.has_node_for(quantized):
             z = self.node("Abs", [x], f"{x}/sizes")
             z = self.node("ReduceMax", [z, "token_axis"], f"{x}/most", keepdims=1)
             self.node("Max", [z, "token_least"], largest)
             z = self.node("Div", [x, largest], f"{x}/unit")
-            self.node("QuantizeLinear", [z, "token_step", "token_zero"], rounded)
-        return rounded, largest
+            self.node("QuantizeLinear", [z, "token_step", "token_zero"], quantized)
+        return quantized, largest
 
-    def is_made(self, output: str) -> bool:
-        """Return whether one of the last nodes gives it: several products share an input."""
+    def has_node_for(self, output: str) -> bool:
+        """Return whether one of the last nodes computes this output already, since several products
+        share an input."""
         return any(output in node.output for node in self.nodes[-16:])
 
-    def whole_rows(self, values: Floats) -> Rounded:
-        """int8 rows and their scales."""
-        scale = np.maximum(values.max(-1), -values.min(-1)) / self.most
+    def int8_rows(self, values: Floats) -> Quantized:
+        """Return rows [rows, width] as int8, and one scale for each row."""
+        scale = np.maximum(values.max(-1), -values.min(-1)) / self.max_int8
         scale[scale < np.finfo(np.float32).tiny] = 1
         values = values / scale[:, None]
         return np.rint(values, out=values).astype(np.int8), scale
@@ -287,16 +311,18 @@ class GraphWriter:
     # --- the graph
 
     def node(self, kind: str, inputs: list[str], *outputs: str, **more: Any) -> str:
-        name = next(one for one in outputs if one)
+        """Add a node of this operator. Return its first output."""
+        name = next(output for output in outputs if output)
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{name}/{kind}", **more))
         return outputs[0]
 
     def embed(self) -> str:
+        """Add the embedding of `input_ids`."""
         shape = list(self.shapes[EMBEDDING])
         if self.format == "fp32":
-            weight, _ = self.matrices((EMBEDDING,), "f4", shape, _as_they_are)
+            weight, _ = self.matrices((EMBEDDING,), "f4", shape, _unquantized)
             return self.node("Gather", [weight, "input_ids"], "embedding")
-        weight, steps = self.matrices((EMBEDDING,), "i1", shape, self.whole_rows)
+        weight, steps = self.matrices((EMBEDDING,), "i1", shape, self.int8_rows)
         scale = self.constant(f"{EMBEDDING}_scale", steps[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
         z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)
@@ -304,7 +330,8 @@ class GraphWriter:
         return self.node("Mul", [z, scale], "embedding")
 
     def norm(self, x: str, y: str, source: str, added: str = "") -> tuple[str, str]:
-        """Return the norm y of x + added, and that sum."""
+        """Add the norm y of x + added, or of x. Return y and the sum, which is the next residual
+        stream."""
         settings = {"epsilon": self.spec.norm_epsilon}
         weight = self.vector(source)
         if not added:
@@ -316,6 +343,7 @@ class GraphWriter:
         return y, total
 
     def attention(self, x: str, layer: int) -> str:
+        """Add the attention of one layer, with its KV cache."""
         spec, path = self.spec, f"model.layers.{layer}.self_attn"
         parts = ("q_proj", "k_proj", "v_proj")
         packed = self.product(x, f"{path}.qkv", *(f"{path}.{part}.weight" for part in parts))
@@ -326,10 +354,10 @@ class GraphWriter:
         if spec.qk_norm:
             inputs = [f"{path}.{part}" for part in parts]
             self.node("Split", [packed, "qkv_sizes"], *inputs, axis=-1)
-            for at, part in enumerate(("q_norm", "k_norm")):
-                z = self.node("Reshape", [inputs[at], "heads_shape"], f"{path}.{part}/heads")
+            for index, part in enumerate(("q_norm", "k_norm")):
+                z = self.node("Reshape", [inputs[index], "heads_shape"], f"{path}.{part}/heads")
                 z, _ = self.norm(z, f"{path}.{part}/normed", f"{path}.{part}.weight")
-                inputs[at] = self.node("Reshape", [z, "flat_shape"], f"{path}.{part}")
+                inputs[index] = self.node("Reshape", [z, "flat_shape"], f"{path}.{part}")
         inputs += [f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"]
         inputs += ["kv_lengths", "kv_width", "cos_cache", "sin_cache", "", "", ""]
         settings = {
@@ -345,6 +373,7 @@ class GraphWriter:
         return self.product(z, f"{path}.out", f"{path}.o_proj.weight")
 
     def mlp(self, x: str, path: str) -> str:
+        """Add down(silu(gate(x)) * up(x)), the MLP whose weights are under this path."""
         gate = self.product(x, f"{path}.gate", f"{path}.gate_proj.weight", is_normed=True)
         up = self.product(x, f"{path}.up", f"{path}.up_proj.weight", is_normed=True)
         z = self.node("Sigmoid", [gate], f"{path}.gate/share")
@@ -353,7 +382,7 @@ class GraphWriter:
         return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
 
     def graph(self) -> ModelProto:
-        """Return the whole model; all weights are in the file when it returns."""
+        """Return the whole model. All weights have been written to the file by then."""
         self._settings()
         x, added = self.embed(), ""
         for layer in range(self.spec.layers):
@@ -365,7 +394,8 @@ class GraphWriter:
             y, x = self.norm(x, f"{path}.middle", source, added)
             added = self.mlp(y, f"{path}.mlp")
         y, _ = self.norm(x, "final", "model.norm.weight", added)
-        # Each row's last real token: prompts of unlike lengths can share a pass, padded right.
+        # Logits of each row's last token before the padding on the right, so that prompts of
+        # different lengths can share a pass.
         z = self.node("Shape", ["input_ids"], "head/tokens", start=1)
         z = self.node("Sub", [z, "one"], "head/end")
         z = self.node("Min", ["kv_last", z], "head/row")
@@ -376,11 +406,11 @@ class GraphWriter:
         return self._model()
 
     def _settings(self) -> None:
-        """Small constants, rotary caches, and each row's length from the mask."""
+        """Add the small constants, the rotary embeddings, and each row's length from the mask."""
         spec = self.spec
         cos, sin = rotations(spec, spec.context)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
-        made: dict[str, npt.NDArray[Any]] = {
+        constants: dict[str, npt.NDArray[Any]] = {
             "cos_cache": cos,
             "sin_cache": sin,
             "one": np.array([1], np.int64),
@@ -395,7 +425,7 @@ class GraphWriter:
             "heads_shape": np.array([0, 0, -1, spec.head_dim], np.int64),
             "flat_shape": np.array([0, 0, -1], np.int64),
         }
-        for name, values in made.items():
+        for name, values in constants.items():
             self.constant(name, values)
         z = self.node("ReduceSum", ["attention_mask", "one"], "kv/sum", keepdims=0)
         z = self.node("Sub", [z, "one"], "kv_last")
@@ -405,38 +435,45 @@ class GraphWriter:
         self.node("Cast", [z], "kv_width", to=TensorProto.INT32)
 
     def _model(self) -> ModelProto:
+        """Return the model of all nodes and constants, with its inputs and outputs."""
         spec, value = self.spec, helper.make_tensor_value_info
-        each = [f"{layer}.{kind}" for layer in range(spec.layers) for kind in ("key", "value")]
+        caches = [f"{layer}.{kind}" for layer in range(spec.layers) for kind in ("key", "value")]
 
-        def kv(length: str) -> list[Any]:
+        def kv_shape(length: str) -> list[Any]:
             return ["batch_size", spec.kv_heads, f"{length}_sequence_length", spec.head_dim]
 
         inputs = [
             value("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),
             value("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]),
-            *(value(f"past_key_values.{one}", TensorProto.FLOAT, kv("past")) for one in each),
+            *(
+                value(f"past_key_values.{cache}", TensorProto.FLOAT, kv_shape("past"))
+                for cache in caches
+            ),
         ]
         outputs = [
             value("logits", TensorProto.FLOAT, ["batch_size", 1, spec.vocabulary]),
-            *(value(f"present.{one}", TensorProto.FLOAT, kv("total")) for one in each),
+            *(value(f"present.{cache}", TensorProto.FLOAT, kv_shape("total")) for cache in caches),
         ]
         graph = helper.make_graph(self.nodes, "main_graph", inputs, outputs, self.constants)
         operators = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
 
 
-def _as_they_are(values: Floats) -> Rounded:
+def _unquantized(values: Floats) -> Quantized:
+    """Return rows as they are, with scales that nobody uses."""
     return values, values[:, 0]
 
 
-def _nibbles(values: Floats) -> Rounded:
-    """uint8 [rows, groups, GROUP / 2] of two weights + 8 each, and scales [rows, groups].
+def _int4_groups(values: Floats) -> Quantized:
+    """Return rows [rows, width] as uint8 [rows, groups, GROUP / 2] and scales [rows, groups]. Each
+    byte has two weights, from 0 to 15, which stand for -8 to 7 times the scale.
 
-    The largest weight of a group is -8 times its scale: 16 levels where largest / 7 uses 15.
+    The largest weight of a group becomes -8. This uses all 16 levels, while the scale
+    largest / 7 would use 15.
     """
     groups = values.reshape(len(values), -1, GROUP)
-    at = np.abs(groups).argmax(-1)[..., None]
-    scale = np.take_along_axis(groups, at, -1)[..., 0] / np.float32(-8)
+    largest = np.abs(groups).argmax(-1)[..., None]
+    scale = np.take_along_axis(groups, largest, -1)[..., 0] / np.float32(-8)
     divisor = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(1), scale)
     levels = np.clip(np.rint(groups / divisor[..., None]) + 8, 0, 15).astype(np.uint8)
     return levels[..., 0::2] | (levels[..., 1::2] << 4), scale.astype(np.float32)

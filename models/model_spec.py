@@ -19,8 +19,11 @@ KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0
 
 
 def whole_number(value: Any, subject: str, maximum: int = 1 << 31, minimum: int = 1) -> int:
-    """Return a size that a file names. Raises UnsupportedModel: a file from anywhere must not make
-    a reader count to a billion."""
+    """Return a size from a file, after checking that it is an integer in these bounds, so that an
+    untrusted file cannot make a reader count to a billion.
+
+    Raises UnsupportedModel. Its message begins with `subject`, such as "x has layers =".
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         text = f"{subject} {value!r}, but it must be an integer from {minimum} to {maximum}"
         raise UnsupportedModel(text)
@@ -28,7 +31,7 @@ def whole_number(value: Any, subject: str, maximum: int = 1 << 31, minimum: int 
 
 
 class TensorShape(msgspec.Struct, frozen=True):
-    """A weight tensor: Hugging Face name and shape, (rows, columns) or (length,)."""
+    """The Hugging Face name and shape of a weight tensor: (rows, columns) or (length,)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,25 +51,25 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 class CachedLayers(msgspec.Struct, frozen=True):
-    """Layers that keep equally much of each token in the KV cache."""
+    """A group of layers that cache the same number of elements per token."""
 
-    layers: int
-    keys: int  # elements of a token's keys; with latent attention, of its one vector
-    values: int  # 0 with latent attention
+    layers: int  # how many
+    keys: int  # elements of a token's keys; with latent attention, of its latent vector
+    values: int  # elements of a token's values; 0 with latent attention
     window: int | None = None  # tokens that these layers attend to; None: the whole context
 
 
 class Scratch(msgspec.Struct, frozen=True):
-    """float32 elements that llama.cpp's compute buffer has for each token of a step, beside masks
-    and the scores of attention, where they do not follow from the usual tensors. Read from
-    llama.cpp (`no_alloc`)."""
+    """The size of llama.cpp's compute buffer for models in which it does not follow from the usual
+    tensors, as llama.cpp reports it (`no_alloc`): float32 elements per token of a step, without
+    attention masks and scores."""
 
     attention_elements: int  # while attention is computed
-    largest_elements: int  # at most elsewhere
+    largest_elements: int  # the maximum elsewhere
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """How a mixture of experts routes: each token goes through `used` of `count` experts."""
+    """The routing of a mixture of experts: each token passes through `used` of `count` experts."""
 
     count: int  # E
     used: int  # k
@@ -78,25 +81,28 @@ class Routing(msgspec.Struct, frozen=True):
 
     @property
     def skip_probability(self) -> float:
-        """Of one expert, to be skipped by a token: 1 - k/E."""
+        """The probability that a token does not use a given expert: 1 - k/E."""
         return 1.0 - self.used / self.count
 
     def expected_share(self, tokens: float) -> float:
-        """Return the expected share of the experts that `tokens` tokens of one pass use, where each
-        draws its experts independently: 1 - (1 - k/E)^tokens. Measured for decode rows of 8 of 128
-        experts: 22.3, 39.9 and 64.3 % at 4, 8 and 16 rows, against 22.8, 40.3 and 64.4 %."""
+        """Return the expected share of the experts that `tokens` tokens of one pass use together,
+        if each token draws its k of E experts independently: 1 - (1 - k/E)^tokens.
+
+        For decode steps with 8 of 128 experts, this gives 22.8, 40.3 and 64.4 % at 4, 8 and 16
+        rows; measured were 22.3, 39.9 and 64.3 %.
+        """
         return float(1.0 - self.skip_probability**tokens)
 
 
 class Experts(Routing, frozen=True):
-    """The mixture of experts of a model, with what its experts hold."""
+    """The mixture of experts of a model, with the size of its experts."""
 
-    parameters: int  # in the experts' matrices of all layers
-    weight_bytes: int | None = None  # of these matrices in a file; None: no file says
+    parameters: int  # of all experts in all layers
+    weight_bytes: int | None = None  # of all experts in the model's file; None: there is no file
 
     @property
     def routing(self) -> Routing:
-        """Without what they hold."""
+        """The routing without the size of the experts."""
         return Routing(self.count, self.used)
 
 
@@ -123,16 +129,17 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
-    # Of a GGUF file, whose tensors may be other than those of `tensors()`: llama.cpp knows them.
+    # Counted in a GGUF file, whose tensors may differ from `tensors()`. None: as in `tensors()`.
     counted_parameters: int | None = None
-    # Of these, those that no pass multiplies with: embeddings, of which a token reads one row, and
-    # layers that only draft.
+    # Those of `counted_parameters` that no pass multiplies with: embeddings, of which a token reads
+    # one row, and layers for speculative decoding.
     idle_parameters: int = 0
     experts: Experts | None = None  # None: a dense model
-    # Layers that attend, by what they cache of a token. None: all of them do, alike; (): none does.
+    # The attention layers, grouped by what they cache per token. None: all layers attend and are
+    # alike; (): none attends.
     cached_layers: tuple[CachedLayers, ...] | None = None
-    state_bytes_per_slot: int = 0  # of recurrent layers, the same for any context
-    scratch: Scratch | None = None  # None: as its tensors make it
+    state_bytes_per_slot: int = 0  # recurrent states; they do not depend on the context
+    scratch: Scratch | None = None  # None: follows from `tensors()`
 
     def tensors(self) -> list[TensorShape]:
         """Return every weight tensor, by its Hugging Face name, in the order of the forward
@@ -153,61 +160,63 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("mlp.up_proj.weight", (self.intermediate, self.hidden)),
             ("mlp.down_proj.weight", (self.hidden, self.intermediate)),
         ]
-        out = [TensorShape("model.embed_tokens.weight", (self.vocabulary, self.hidden))]
+        tensors = [TensorShape("model.embed_tokens.weight", (self.vocabulary, self.hidden))]
         for number in range(self.layers):
-            out += [TensorShape(f"model.layers.{number}.{name}", shape) for name, shape in layer]
-        out.append(TensorShape("model.norm.weight", (self.hidden,)))
+            path = f"model.layers.{number}"
+            tensors += [TensorShape(f"{path}.{name}", shape) for name, shape in layer]
+        tensors.append(TensorShape("model.norm.weight", (self.hidden,)))
         if not self.tied:
-            out.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
-        return out
+            tensors.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
+        return tensors
 
     @property
     def parameters(self) -> int:
-        """Stored parameters; a tied head is counted once."""
+        """All stored parameters. A head that is tied to the embedding counts once."""
         if self.counted_parameters is not None:
             return self.counted_parameters
         return sum(tensor.elements for tensor in self.tensors())
 
     @property
     def matrix_parameters(self) -> int:
-        """Return parameters in matrices that some token multiplies with: all but the embedding."""
+        """The parameters of all matrices that tokens are multiplied with, which excludes the
+        embedding unless it is the head too."""
         if self.counted_parameters is not None:
             return self.counted_parameters - self.idle_parameters
         embedding = self.vocabulary * self.hidden
-        matrices = sum(one.elements for one in self.tensors() if len(one.shape) == 2)
+        matrices = sum(tensor.elements for tensor in self.tensors() if len(tensor.shape) == 2)
         return matrices - (not self.tied) * embedding
 
     @property
     def looked_up_parameters(self) -> int:
-        """Return parameters of which a token reads a row, or nothing: the embedding of an untied
-        head."""
+        """The parameters that no token is multiplied with: the embedding, unless it is the head
+        too."""
         if self.counted_parameters is not None:
             return self.idle_parameters
         return 0 if self.tied else self.vocabulary * self.hidden
 
     @property
     def active_parameters(self) -> int:
-        """Return parameters that one token multiplies with: all but those it looks up and the
-        experts that it is not routed to."""
+        """The parameters that one token is multiplied with: all except `looked_up_parameters` and
+        the experts that the token is not routed to."""
         read = self.parameters - self.looked_up_parameters
         if self.experts is None:
             return read
         return read - round((1.0 - self.experts.expected_share(1)) * self.experts.parameters)
 
     def step_weight_bytes(self, tokens: float, weight_bytes: float) -> float:
-        """Return bytes of weights that a pass of `tokens` tokens reads, in expectation.
-        `weight_bytes`: of the whole model."""
+        """Return the expected bytes of weights that a pass of `tokens` tokens reads.
+        `weight_bytes` is the size of the whole model."""
         read = weight_bytes * (1 - self.looked_up_parameters / self.parameters)
         if self.experts is None:
             return read
-        of_experts = weight_bytes * self.experts.parameters / self.parameters
+        expert_bytes = weight_bytes * self.experts.parameters / self.parameters
         if self.experts.weight_bytes is not None:
-            of_experts = min(read, self.experts.weight_bytes)
-        return read - (1.0 - self.experts.expected_share(tokens)) * of_experts
+            expert_bytes = min(read, self.experts.weight_bytes)
+        return read - (1.0 - self.experts.expected_share(tokens)) * expert_bytes
 
     @property
     def experts_text(self) -> str:
-        """Return what experts mean for whoever serves the model; "": it is dense."""
+        """What the experts mean for serving the model, as text; "" for a dense model."""
         if self.experts is None:
             return ""
         experts = self.experts
@@ -220,25 +229,25 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cache_groups(self) -> tuple[CachedLayers, ...]:
-        """Return the layers that attend, by what they cache of a token."""
+        """The attention layers, grouped by what they cache per token."""
         if self.cached_layers is not None:
             return self.cached_layers
         width = self.kv_heads * self.head_dim
         return (CachedLayers(self.layers, width, width),)
 
     def kv_bytes_per_token(self, kv_dtype: str = "fp16") -> int:
-        """KV cache bytes of a token, while every layer keeps it: sum over the layers of
-        (keys + values) x element."""
-        elements = sum(one.layers * (one.keys + one.values) for one in self.cache_groups)
+        """Return the KV cache bytes of one token, while no sliding window has passed it: the sum
+        over all attention layers of (keys + values) x bytes per element."""
+        elements = sum(group.layers * (group.keys + group.values) for group in self.cache_groups)
         return int(elements * KV_ELEMENT_BYTES[kv_dtype])
 
     @property
     def window_tokens(self) -> int | None:
-        """Return the longest sliding window of its layers; None: no layer has one."""
-        windows = [one.window for one in self.cache_groups if one.window is not None]
+        """The longest sliding window of any layer, in tokens; None if no layer has one."""
+        windows = [group.window for group in self.cache_groups if group.window is not None]
         return max(windows, default=None)
 
     @property
     def is_recurrent(self) -> bool:
-        """Return whether a layer keeps a state that cannot be cut back to fewer tokens."""
+        """Whether a layer is recurrent; its state cannot be truncated to fewer tokens."""
         return self.state_bytes_per_slot > 0

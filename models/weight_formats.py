@@ -1,4 +1,4 @@
-"""Weight formats: those that are made here, those that are read, and the bytes they take.
+"""Weight formats: those that Crossover writes, those that it reads, and the bytes that they take.
 
     >>> from crossover.models.model_ladder import ladder_model
     >>> {t.type for t in gguf_tensors(ladder_model("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
@@ -6,9 +6,9 @@
     >>> round(weight_bytes(ladder_model("135m").spec, "Q4_0") / 2**20)
     86
 
-A GGUF file that others made may be of any type that the gguf library knows. What is made here has
-the types that llama.cpp would give each tensor (`llama_tensor_get_type` in src/llama-quant.cpp):
-only then has a synthetic file the memory and time of a real one.
+Existing GGUF files may have any type that the gguf library knows. Files that Crossover writes have
+the type that llama.cpp would choose for each tensor (`llama_tensor_get_type` in
+src/llama-quant.cpp), so that a file with random weights takes the memory and time of a real one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from crossover.models.model_spec import ModelSpec, TensorShape
 
 
 class Block(NamedTuple):
-    """A quantised block: weights in it, bytes of it (ggml-common.h)."""
+    """A quantized block: its number of weights, and its bytes (ggml-common.h)."""
 
     weights: int
     bytes: int
@@ -49,7 +49,7 @@ BLOCKS: dict[str, Block] = {
 GGUF_FORMATS: tuple[str, ...] = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M")
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
 ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
-# Made here, by kind of file. "none": no weights.
+# The formats that Crossover writes, by kind of file. "none": a model without weights.
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": GGUF_FORMATS,
     "hf": HF_FORMATS,
@@ -57,27 +57,31 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "none": (),
 }
 DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int8", "none": ""}
-# Bits of a weight; int4 has one float32 scale for 32 weights (MatMulNBits), int8 one for an output.
-# Bits of a weight, about. Q4_K_M has some matrices in 6 bits: 4.85 in published files.
+# Approximate bits per weight. int4 has one float32 scale per 32 weights (MatMulNBits), int8 one per
+# row. Q4_K_M has some matrices in 6 bits; published files have 4.85 on average.
 _BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0, "int4": 5.0, "int8": 8.0, "Q4_K_M": 4.85}
-# What a row that is no multiple of 256 falls back to.
+# The type of a tensor whose rows are not a multiple of 256, by the type that it would have had.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 @cache
 def gguf_names() -> dict[str, float]:
-    """Return what a GGUF file may be called, by llama.cpp's file types and tensor types -> bits of
-    a weight, about: quantised ones have half a bit of scales beside those that the name says."""
+    """Return the names of all weight formats that a GGUF file may have (llama.cpp's file types and
+    tensor types), with approximate bits per weight: the number in the name, and half a bit more for
+    the scales of quantized formats."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
-    names = [one.name for one in (*GGMLQuantizationType, *LlamaFileType) if one.name != "GUESSED"]
-    plain = [name.removeprefix("ALL_").removeprefix("MOSTLY_") for name in names]
-    bits = {name: int(re.findall(r"\d+", name)[0]) for name in plain}
+    kinds = [kind.name for kind in (*GGMLQuantizationType, *LlamaFileType)]
+    names = [
+        name.removeprefix("ALL_").removeprefix("MOSTLY_") for name in kinds if name != "GUESSED"
+    ]
+    bits = {name: int(re.findall(r"\d+", name)[0]) for name in names}
     return {name: count + 0.5 * (count < 16) for name, count in bits.items()}
 
 
 def spelt(kind: str, weight_format: str) -> str:
-    """Return the format as files of this kind spell it. Raises UnsupportedModel."""
+    """Return the format in the spelling of this kind of file, with upper and lower case corrected.
+    Raises UnsupportedModel if the kind does not have the format."""
     for names in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
         for name in names:
             if name.lower() == weight_format.lower():
@@ -89,21 +93,23 @@ def spelt(kind: str, weight_format: str) -> str:
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """One tensor of a GGUF file: both names, shape as in Hugging Face (rows, columns), type."""
+    """One tensor of a GGUF file."""
 
-    name: str
-    hf_name: str | None  # None: computed (rope factors), not part of the checkpoint
-    shape: tuple[int, ...]
-    type: str
+    name: str  # in the GGUF file
+    hf_name: str | None  # in the checkpoint; None: it is computed, as RoPE factors are
+    shape: tuple[int, ...]  # as in Hugging Face: (rows, columns) or (length,)
+    type: str  # a key of BLOCKS
 
     @property
     def bytes(self) -> int:
+        """The size of the tensor in the file."""
         block = BLOCKS[self.type]
         return math.prod(self.shape) // block.weights * block.bytes
 
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
-    """Return every tensor of the GGUF file of `spec`, in file order. Raises UnsupportedModel."""
+    """Return all tensors of the GGUF file that Crossover writes for this shape, in file order.
+    Raises UnsupportedModel if it does not write the format."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     if weight_format not in GGUF_FORMATS:
@@ -115,20 +121,19 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
     architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     architecture = architectures[FAMILIES[spec.family].gguf]
     name_of = get_tensor_name_map(architecture, spec.layers).get_name
-    out = []
+    tensors = []
     for tensor in spec.tensors():
-        name, kind = (
-            name_of(tensor.name, (".weight", ".bias")),
-            tensor_type(spec, weight_format, tensor),
-        )
-        out.append(GgufTensor(name, tensor.name, tensor.shape, kind))
+        name = name_of(tensor.name, (".weight", ".bias"))
+        kind = tensor_type(spec, weight_format, tensor)
+        tensors.append(GgufTensor(name, tensor.name, tensor.shape, kind))
     if spec.rope_scaling is not None:
-        out.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
-    return out
+        tensors.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
+    return tensors
 
 
 def tensor_type(spec: ModelSpec, weight_format: str, tensor: TensorShape) -> str:
-    """llama.cpp's choice for one tensor. `weight_format`: of GGUF_FORMATS."""
+    """Return the type that llama.cpp chooses for one tensor of a model in this format, which must
+    be one of GGUF_FORMATS."""
     if len(tensor.shape) == 1:
         return "F32"
     name, columns, kind = tensor.name, tensor.shape[1], weight_format.removesuffix("_M")
@@ -138,20 +143,23 @@ def tensor_type(spec: ModelSpec, weight_format: str, tensor: TensorShape) -> str
         if kind != "Q8_0":
             kind = "Q8_0" if columns % BLOCKS[kind].weights else "Q6_K"
     elif weight_format == "Q4_K_M" and name.endswith(("v_proj.weight", "down_proj.weight")):
-        # First and last eighth, every third layer between (use_more_bits).
+        # The first and last eighth of the layers, and every third between them (use_more_bits).
         layer, eighth = int(name.split(".")[2]), spec.layers // 8
         if not eighth <= layer < 7 * spec.layers // 8 or (layer - eighth) % 3 == 2:
             kind = "Q6_K"
         elif "v_proj" in name and spec.layers == 80 and spec.heads != spec.kv_heads:
-            kind = "Q5_K"  # the 70B kinds: query heads share value heads, so precision is cheap
+            kind = "Q5_K"  # 70B models with grouped-query attention, where values are small
     if columns % BLOCKS[kind].weights:
         kind = _NARROW.get(kind, "F16")
     return "F16" if columns % BLOCKS[kind].weights else kind
 
 
 def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Return bytes of all weights: exact for the tensors of a GGUF file that is made here, else by
-    the bits of most. Raises KeyError."""
+    """Return the bytes of all weights in this format: exactly for GGUF files that Crossover writes,
+    and otherwise from the approximate bits per weight.
+
+    Raises KeyError if the format is unknown.
+    """
     if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
         blocks = (
             (tensor, BLOCKS[tensor_type(spec, weight_format, tensor)]) for tensor in spec.tensors()
@@ -164,10 +172,10 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
 
 
 def known_format(text: str) -> str:
-    """Return the weight format as it is spelled, of those made here and all that a GGUF file may
-    have.
+    """Return a weight format with upper and lower case corrected. It may be any format that
+    Crossover writes or that a GGUF file may have.
 
-    Raises UnsupportedModel, naming near ones.
+    Raises UnsupportedModel for an unknown format; the message suggests similar ones.
     """
     names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *gguf_names())))
     if text in names:  # BF16 is a format of GGUF files, bf16 one of safetensors
@@ -175,7 +183,8 @@ def known_format(text: str) -> str:
     by_letters = {name.lower(): name for name in reversed(names)}
     if text.lower() in by_letters:
         return by_letters[text.lower()]
-    near = [by_letters[one] for one in difflib.get_close_matches(text.lower(), by_letters, 3)]
+    matches = difflib.get_close_matches(text.lower(), by_letters, 3)
+    near = [by_letters[match] for match in matches]
     examples = ("Q4_0", "Q4_K_M", "Q8_0", "int4", "int8", "bf16")
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Examples: {', '.join(examples)}."
     raise UnsupportedModel(f"{text!r} is not a known weight format. {hint}")
