@@ -1,18 +1,21 @@
 """Admission control: which requests may join the queue, and the Retry-After of the others.
 
-    ledger = AdmissionController(QueueBounds(ttft_seconds=2.0), 16, sequences)
-    ledger.check_room(prompt_tokens=300)     # raises Overloaded
-    ledger.known_load = None                 # sequences have joined, gone on, or begin again
+    admission = AdmissionController(QueueBounds(ttft_seconds=2.0), 16, sequences)
+    admission.check_room(prompt_tokens=300)     # raises Overloaded
+    admission.known_load = None                 # after any change of the sequences
 
-Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences start
-in the order in which they joined, each in the first free slot, and all sequences in slots get a
-token in each step:
+Work is counted in tokens, and prompt and output tokens count alike. The engine processes it at its
+pace, in tokens/s. The model assumes that sequences start in the order in which they joined, each in
+the first free slot, and that all sequences in slots get a token in each step:
 
-    wait = (prompts that wait + slots x outputs until a slot is free) / pace     0 while one is free
-    TTFT = wait + own prompt / pace, at least (prompts that wait + own prompt) / pace of prompts
+    wait = (waiting prompt tokens + slots x output tokens until a slot is free) / pace
+    TTFT = wait + own prompt tokens / pace
 
-While the pace is unknown nothing is predicted: the other limits apply, and with a TTFT SLO no
-request may wait. Pure: no clock, no sockets.
+The wait is 0 while a slot is free. TTFT is at least (waiting + own prompt tokens) / pace of steps
+with prompts.
+
+While the pace is unknown, nothing is predicted: only the limits on the queue's length apply, and
+with a TTFT SLO no request may wait. Pure: no clock, no sockets.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ import msgspec
 from crossover.serving.errors import Overloaded
 
 MARGIN = 0.3  # share of the TTFT SLO kept in reserve, because predictions are inexact
-HALF_LIFE_SECONDS = 10.0  # of the observations of a pace, in stepping time
-EVIDENCE_SECONDS = 0.5  # stepping time before a pace is used
+HALF_LIFE_SECONDS = 10.0  # of the weight of a step in the pace, in seconds of stepping
+EVIDENCE_SECONDS = 0.5  # seconds of stepping before the pace is used
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
@@ -35,18 +38,18 @@ class QueueBounds(msgspec.Struct, frozen=True):
 
     waiting_requests: int = 256  # admitted but not started
     wait_seconds: float = 30.0  # predicted time until a new sequence starts
-    ttft_seconds: float | None = None  # TTFT SLO; None: none
+    ttft_seconds: float | None = None  # TTFT limit of the SLO; None: no limit
 
 
 class Pace:
-    """Tokens per second of stepping, weighted toward recent steps. None until it is known."""
+    """The engine's speed in tokens per second of stepping, weighted toward recent steps."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0  # exponentially decaying sums
         self._prompt_tokens = self._prompt_seconds = 0.0  # those of steps with a prompt
 
     def learn(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """Add a step; one without duration is only a message and is ignored."""
+        """Add a step of this duration. Steps without duration are only messages and are ignored."""
         if seconds <= 0:
             return
         fade = 0.5 ** (seconds / HALF_LIFE_SECONDS)
@@ -58,13 +61,14 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return tokens/s, prompt and output tokens alike."""
+        """The pace in tokens/s, prompt and output tokens alike; None while it is unknown."""
         is_known = self._seconds >= EVIDENCE_SECONDS and self._tokens
         return self._tokens / self._seconds if is_known else None
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        """Return prompt tokens/s in steps with prompts; else the pace of all steps."""
+        """The pace in prompt tokens/s, in steps with prompts. If that is unknown, the pace of all
+        steps."""
         is_known = self._prompt_seconds >= EVIDENCE_SECONDS
         return self._prompt_tokens / self._prompt_seconds if is_known else self.tokens_per_second
 
@@ -78,7 +82,8 @@ class Work(Protocol):
 
 
 class AdmissionController:
-    """The work of the `sequences` in flight and the pace of the engine that does it."""
+    """Decides which requests may join the `sequences` in flight, from their work and the engine's
+    pace."""
 
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:
         self.bounds = bounds
@@ -88,22 +93,24 @@ class AdmissionController:
         self._used_share = 1.0  # share of max_tokens that recent sequences used
         self.known_load: tuple[int, float] | None = None  # cached result of _load()
 
-    def ended(self, one: Work, naturally: bool) -> None:
-        """Remove a sequence. `naturally`: without error or cancellation; its length is typical."""
+    def ended(self, sequence: Work, naturally: bool) -> None:
+        """Learn from a sequence that has ended. `naturally`: without error or cancellation, so that
+        its length is typical."""
         self.known_load = None
-        if naturally and one.max_tokens:
-            self._used_share += 0.05 * (one.produced / one.max_tokens - self._used_share)
+        if naturally and sequence.max_tokens:
+            used_share = sequence.produced / sequence.max_tokens
+            self._used_share += 0.05 * (used_share - self._used_share)
 
     def predicted_wait_seconds(self) -> float | None:
-        """Return the predicted time until a new sequence starts: 0.0 while a slot is free; None:
-        the pace is unknown."""
+        """Return the predicted time until a new sequence starts: 0.0 while a slot is free, and None
+        if the pace is unknown."""
         if len(self._sequences) < self._slots:
             return 0.0
         pace = self.pace.tokens_per_second
         return None if pace is None else self._load()[1] / pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
-        """Return the predicted TTFT of a new sequence; None: the pace is unknown."""
+        """Return the predicted TTFT of a new sequence; None if the pace is unknown."""
         pace, (prompts, before) = self.pace.tokens_per_second, self._load()
         if pace is None:
             return None
@@ -125,7 +132,8 @@ class AdmissionController:
                 text = f"The predicted wait of {wait:.1f} s exceeds {limit}"
                 raise _refused("queue_wait", text, wait - bounds.wait_seconds)
         slo = bounds.ttft_seconds
-        if slo is not None and (waits or self._load()[0]):  # on an idle engine, later is no better
+        # A request on an idle engine is never refused: trying again later would not help.
+        if slo is not None and (waits or self._load()[0]):
             ttft = self.predicted_ttft_seconds(prompt_tokens)
             if ttft is None and waits:
                 text = "All slots are in use, and the speed of the engine is not known yet"
@@ -135,8 +143,8 @@ class AdmissionController:
                 raise _refused("queue_ttft", text, excess)
 
     def _load(self) -> tuple[int, float]:
-        """Return the prompt tokens of sequences that have not started, and the tokens of work
-        before a sequence that joins full slots can start."""
+        """Return the prompt tokens of sequences that have not started, and the tokens that the
+        engine processes until a slot becomes free for a new sequence."""
         if self.known_load is None:
             prompts, slot_free_at = 0, [0.0] * self._slots  # when each slot is free, in tokens
             for work in self._sequences.values():
@@ -148,5 +156,7 @@ class AdmissionController:
 
 
 def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:
-    retry = min(60.0, max(0.1, 1.0 if room_in_seconds is None else room_in_seconds))
-    return Overloaded(f"{text}. Try again in {retry:.1f} s.", retry, kind)
+    """Return the error for a request that may not join. `room_in_seconds` is the predicted time
+    until it may; None if unknown."""
+    retry_seconds = min(60.0, max(0.1, 1.0 if room_in_seconds is None else room_in_seconds))
+    return Overloaded(f"{text}. Try again in {retry_seconds:.1f} s.", retry_seconds, kind)

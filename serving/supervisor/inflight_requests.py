@@ -1,14 +1,14 @@
-"""The sequences in flight: which engine runs them, and what happens to them when it ends.
+"""The sequences in flight: which engine runs each of them, and what happens when the engine ends.
 
     requests = InflightRequests(bounds, slots)
-    requests.serve_with(engine)                         # one that is ready
+    requests.serve_with(engine)                         # an engine that is ready
     stream = requests.submit(GenerationRequest(...), engine, None)    # raises Overloaded
-    requests.hear(engine, step)                         # what an engine added
-    requests.move(engine, "it died", place=1)           # unread ones again
-    await stream.arrived.wait(); stream.take()          # the reader's side
+    requests.hear(engine, step)                         # pass on the tokens of one step
+    requests.move(engine, "it died", place=1)           # start unread sequences again
+    await stream.arrived.wait(); stream.take()          # in the reader
 
-What arrives between two reads of a stream is merged into one Delta. A request with `whole` gets one
-Delta, at the end; such a sequence can start again on another engine up to its last token.
+Everything that arrives between two reads of a stream is merged into one Delta. A request with
+`whole` gets one Delta at its end, so that it can start again on another engine until then.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from crossover.serving.engine import ipc_messages as ipc
 from crossover.serving.supervisor.admission import AdmissionController, QueueBounds
 from crossover.serving.supervisor.engine_process import EngineProcess
 
-MAX_ATTEMPTS = 2  # of one sequence: it may be the one that crashes the engine
-_NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
+MAX_ATTEMPTS = 2  # starts of one sequence on one engine, since it may be what crashes the engine
+_NATURAL_ENDS = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
 class Stream:
-    """The Deltas of one sequence, up to the one with `finish`; for one reader on one event loop.
+    """The Deltas of one sequence, up to the one with `finish`. It has one reader, on the same event
+    loop.
 
-    `arrived`: set when there is a Delta to take; the streams of one reader may share it.
+    `arrived` is set when there is a Delta to take. The streams of one reader may share the event.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Stream:
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
         self.engine: EngineProcess | None = None  # the engine that runs it; None: it waits for one
-        self.places: list[int] = []  # of the engines that it was sent to
+        self.places: list[int] = []  # positions in the engine list of the engines it was sent to
         self.arrived = asyncio.Event() if arrived is None else arrived
         self.finished = False
         self.handed_over = False  # the reader has received something, so it cannot start again
@@ -65,7 +66,8 @@ class Stream:
             self._cancel(self.id)
 
     def take(self) -> ipc.Delta | None:
-        """Return what has arrived since the last call; None: nothing that may be handed over."""
+        """Return a Delta of all that has arrived since the last call; None if nothing has, or if a
+        `whole` request has not finished."""
         pieces = self._pieces
         if not pieces or (self.request.whole and not self.finished):
             return None
@@ -105,17 +107,18 @@ def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
 
 
 def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> ipc.Delta:
+    """Return a last Delta without tokens."""
     return ipc.Delta(sequence, 0, "", finish=finish, error=error)
 
 
 class InflightRequests(AdmissionController):
-    """All sequences that are not finished. As a ledger it decides which requests may join."""
+    """All sequences that are not finished. The base class decides which requests may join them."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self._streams: dict[int, Stream] = {}
         super().__init__(bounds, slots, self._streams)
         self.engine: EngineProcess | None = None  # the engine that gets new sequences
-        self.stats: ipc.StepStats | None = None  # statistics of its last step
+        self.stats: ipc.StepStats | None = None  # of this engine's last step
         self.on_step: Callable[[ipc.StepStats], None] | None = None  # called after each step
         self.failed = 0  # sequences that the server ended with an error since the last stop began
         self._ids = itertools.count(1)
@@ -144,11 +147,12 @@ class InflightRequests(AdmissionController):
         return stream
 
     def _give(self, stream: Stream, engine: EngineProcess) -> None:
-        """Send the sequence to an engine, with what is left of its deadline."""
+        """Send the sequence to an engine, with the time that is left until its deadline."""
         request = stream.request
         if stream.places and stream.deadline is not None:
-            left = max(0.001, stream.deadline - time.monotonic())  # the engine ends it then
-            request = msgspec.structs.replace(request, deadline_seconds=left)
+            # Above 0 even if the deadline has passed: the engine then ends the sequence.
+            seconds_left = max(0.001, stream.deadline - time.monotonic())
+            request = msgspec.structs.replace(request, deadline_seconds=seconds_left)
         stream.engine = engine
         stream.places.append(engine.place)
         engine.send(ipc.Submit(stream.id, request))
@@ -160,7 +164,7 @@ class InflightRequests(AdmissionController):
                 self._end(_last(stream.id, ipc.FinishReason.DEADLINE))
 
     def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
-        """Pass on what one step of an engine added to its sequences."""
+        """Pass the Deltas of one step of an engine on to its sequences."""
         self.known_load = None
         if engine is self.engine:
             self.stats = step.stats
@@ -176,17 +180,18 @@ class InflightRequests(AdmissionController):
                 self._end(delta)
 
     def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
-        """Handle the end of an engine. Sequences that have sent nothing to their reader start again
-        on the engine that serves next, the `place`-th of the list; None: there will be none.
+        """Handle the end of an engine.
 
-        The others, and those that were started MAX_ATTEMPTS times, end with finish "error".
+        Sequences of which the reader has received nothing start again on the engine that serves
+        next, which is at `place` in the engine list (None: no engine will serve). The others, and
+        those that were started there MAX_ATTEMPTS times, end with finish "error".
         """
         self.known_load = None
         if engine is self.engine:
             self.engine = self.stats = None
-        for stream in [one for one in self._streams.values() if one.engine is engine]:
-            tried = place is None or stream.places.count(place) >= MAX_ATTEMPTS
-            if stream.handed_over or stream.given_up or tried:
+        for stream in self._streams_of(engine):
+            is_out_of_attempts = place is None or stream.places.count(place) >= MAX_ATTEMPTS
+            if stream.handed_over or stream.given_up or is_out_of_attempts:
                 self._fail(stream, f"The engine ended while this request was running: {message}")
                 continue
             stream.start_again()
@@ -194,11 +199,11 @@ class InflightRequests(AdmissionController):
                 self._give(stream, self.engine)
 
     def recall(self, engine: EngineProcess) -> None:
-        """Sequences of this engine whose reader has seen nothing begin again on the one that serves
-        now, which is quicker."""
+        """Move the sequences of this engine of which the reader has received nothing to the engine
+        that serves now, which is faster. They start again there."""
         assert self.engine is not None and self.engine is not engine
         self.known_load = None
-        for stream in [one for one in self._streams.values() if one.engine is engine]:
+        for stream in self._streams_of(engine):
             if not stream.handed_over and not stream.given_up:
                 engine.send(ipc.Cancel(stream.id))
                 engine.over(stream.id)
@@ -206,7 +211,7 @@ class InflightRequests(AdmissionController):
                 self._give(stream, self.engine)
 
     def cancel(self, sequence: int) -> None:
-        """Cancel a sequence. Its engine reports the end; without an engine it ends now."""
+        """Cancel a sequence. Its engine reports the end; a sequence without an engine ends now."""
         stream = self._streams.get(sequence)
         if stream is not None and stream.engine is not None:
             stream.engine.send(ipc.Cancel(sequence))
@@ -218,10 +223,15 @@ class InflightRequests(AdmissionController):
         for stream in self._waiting() if only_waiting else list(self._streams.values()):
             self._fail(stream, message)
 
+    def _streams_of(self, engine: EngineProcess | None) -> list[Stream]:
+        return [stream for stream in self._streams.values() if stream.engine is engine]
+
     def _waiting(self) -> list[Stream]:
-        return [stream for stream in self._streams.values() if stream.engine is None]
+        """Return the sequences that wait for an engine, oldest first."""
+        return self._streams_of(None)
 
     def _fail(self, stream: Stream, message: str) -> None:
+        """End a sequence with an error, or as canceled if its reader has canceled it."""
         if stream.given_up:
             self._end(_last(stream.id, ipc.FinishReason.CANCELLED))
             return
@@ -229,8 +239,9 @@ class InflightRequests(AdmissionController):
         self._end(_last(stream.id, ipc.FinishReason.ERROR, message))
 
     def _end(self, delta: ipc.Delta) -> None:
+        """Push the last Delta of a sequence and forget the sequence."""
         stream = self._streams.pop(delta.id)
         if stream.engine is not None:
             stream.engine.over(delta.id)
         stream.push(delta)
-        self.ended(stream, delta.finish in _NATURAL)
+        self.ended(stream, delta.finish in _NATURAL_ENDS)
