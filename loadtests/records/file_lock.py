@@ -1,4 +1,4 @@
-"""The lock of a file, which ends with the process that holds it, however that ends."""
+"""An exclusive lock on a file, which the kernel releases when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def take_lock(path: Path, what: str) -> int | str:
-    """A file descriptor that holds the lock of a file until it is closed; what its holder said,
-    where another has it. Raises OSError.
+    """Lock a file, and write into it who holds the lock (`what`).
+
+    Returns a file descriptor that holds the lock until it is closed. If another process holds the
+    lock, returns the text that this process wrote. Raises OSError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # /tmp is everybody's
+    # In /tmp, another user could have placed a link under this name.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(path, flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

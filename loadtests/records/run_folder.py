@@ -1,18 +1,19 @@
-"""The folder of a run, written as things happen: what is on disk is a run, perhaps a short one.
+"""The folder of a run. It is written while the run goes on, so it can be read at any time.
 
     runs/<id>/manifest.json    RunManifest, written once, atomically
-    runs/<id>/requests.jsonl   one RequestRecord a line; a kept run may have it as requests.jsonl.xz
-    runs/<id>/samples.jsonl    one ResourceSample a line
-    runs/<id>/events.jsonl     one Event a line: the journal
+    runs/<id>/requests.jsonl   one RequestRecord per line; may be compressed as requests.jsonl.xz
+    runs/<id>/samples.jsonl    one ResourceSample per line
+    runs/<id>/events.jsonl     one Event per line: the journal
     runs/<id>/logs/            output of servers and load generators; never read back
 
     run = read_records(folder)
     for level in levels_of(run): ...           # crossover.loadtests.levels.level_columns
 
-A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
-leaves at most one cut-off line, and the next record begins a new one. Readers leave out a line that
-is no record, and say so. Requests of a level without a level_finished event stay in the file and
-are not counted. Nobody else may read the folder: prompts and addresses are in it.
+Each line is written by one write() to a file opened with O_APPEND. So a killed writer or a full
+disk leaves at most one incomplete line, and the next record begins a new line. Readers leave out
+lines that are not records, and report that. Requests of a level without a level_finished event stay
+in the file and are not counted. Only its owner may read the folder, since it contains prompts and
+addresses.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
-COMPRESSED = ".xz"  # behind the name of a file of records, in a run that is kept
+COMPRESSED = ".xz"  # suffix of a compressed file of records
 
-# What a terminal would obey, in JSON: as it is, or escaped.
+# Control characters that a terminal would obey, as they are or escaped in JSON.
 _CONTROL = re.compile(
     rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
@@ -57,42 +58,46 @@ T = TypeVar("T")
 
 
 class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything needed to know a run and to do it again; written when it starts."""
+    """Everything that is needed to understand a run and to repeat it; written when it starts."""
 
     format_version: int
     run_id: str
     created: str  # ISO 8601, UTC
     crossover_version: str
     command: list[str]
-    campaign: dict[str, Any]  # the campaign as read, defaults filled in
-    campaign_text: str  # the file itself
+    campaign: dict[str, Any]  # the campaign as read, including defaults
+    campaign_text: str  # the campaign file itself
     cells: list[dict[str, Any]]
-    server_facts: dict[str, Any]  # HardwareFacts of the machine that serves, or the endpoint's url
+    server_facts: dict[str, Any]  # HardwareFacts of the machine that serves, or the endpoint's URL
     client_facts: dict[str, Any]
     versions: dict[str, str]
 
 
 class RunRecords:
-    """A run folder, read. Requests are read anew each time: there may be very many."""
+    """The records of a run. Requests are read from the file each time, since there may be many."""
 
     def __init__(self, folder: Path) -> None:
         """Raises BadRunFolder."""
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._broken: dict[str, list[int]] = {}  # by file: numbers (1..) of lines that are none
+        self._broken: dict[str, list[int]] = {}  # file -> numbers (1..) of lines that are no record
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
-        # Levels that were begun, and of these the ones measured to their end; by name, in order.
-        self.started_levels = {e.level: e for e in of_kind(self.events, LevelStarted)}
-        ended = of_kind(self.events, LevelFinished)
-        self.finished_levels = {e.level: e for e in ended if e.level in self.started_levels}
+        # The levels that were started, and those of them that were finished: name -> event.
+        started_events = of_kind(self.events, LevelStarted)
+        self.started_levels = {event.level: event for event in started_events}
+        finished_events = of_kind(self.events, LevelFinished)
+        self.finished_levels = {
+            event.level: event for event in finished_events if event.level in self.started_levels
+        }
 
     def requests(self) -> Iterator[RequestRecord]:
-        """All on record, in the order they ended, those of abandoned levels included."""
+        """Yield all requests in the order in which they ended, including those of abandoned
+        levels."""
         return self._read(REQUESTS, RequestRecord)
 
     def damage(self) -> list[str]:
-        """What is left out of each file that was read, in words."""
+        """Return a phrase for each file that was read and has lines that are not records."""
         return [
             f"{len(lines)} of the lines of {name} (the first is line {lines[0]})"
             for name, lines in self._broken.items()
@@ -100,23 +105,24 @@ class RunRecords:
         ]
 
     def _read(self, name: str, kind: Any) -> Iterator[Any]:
-        """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
+        """Yield the record of type `kind` in each line of a file; a missing file has none. Raises
+        BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
-        broken = self._broken[name] = list[int]()
+        broken_lines = self._broken[name] = list[int]()
         is_current = self.manifest.format_version == FORMAT_VERSION
-        current = _as_it_is if is_current else _in_the_current_format
+        in_current_format = _as_it_is if is_current else _in_the_current_format
         path = self.folder / name
-        packed = path.with_name(f"{name}{COMPRESSED}")
+        compressed = path.with_name(f"{name}{COMPRESSED}")
         try:
             check_plain(path)
-            check_plain(packed)
-            is_packed = not path.exists() and packed.exists()
-            with lzma.open(packed) if is_packed else open(path, "rb") as file:
+            check_plain(compressed)
+            is_compressed = not path.exists() and compressed.exists()
+            with lzma.open(compressed) if is_compressed else open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
-                        record = decode(current(cleaned(line)))
+                        record = decode(in_current_format(cleaned(line)))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                        broken.append(number)
+                        broken_lines.append(number)
                         continue
                     yield record
         except FileNotFoundError:
@@ -124,25 +130,26 @@ class RunRecords:
         except OSError as problem:
             raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from None
         except (lzma.LZMAError, EOFError) as problem:
-            raise BadRunFolder(f"{packed} cannot be decompressed: {problem}.") from None
+            raise BadRunFolder(f"{compressed} cannot be decompressed: {problem}.") from None
 
 
 read_records = RunRecords
 
 
 class RunFolder(RunRecords):
-    """The folder of one run, open for writing by this process alone: a second writer is refused."""
+    """The folder of a run, opened for writing. Only one process at a time can open it so."""
 
     def __init__(self, folder: Path) -> None:
-        """A run that is there, to go on with. Raises BadRunFolder."""
-        version = read_manifest(folder).format_version  # nothing is written where there is no run
+        """Open an existing run to continue it. Raises BadRunFolder, and writes nothing if there is
+        no run in the folder."""
+        version = read_manifest(folder).format_version
         if version != FORMAT_VERSION:
             raise BadRunFolder(
                 f"{folder} has format_version {version}, and runs are written as {FORMAT_VERSION}. "
                 "It can be read and reported, but not continued."
             )
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
-            if path.is_symlink():  # it could lead out of the folder, in somebody else's run
+            if path.is_symlink():  # in another user's run, it could point outside the folder
                 raise BadRunFolder(f"{path} is a symbolic link, but a run needs its own files")
         try:
             lock = take_lock(folder / LOCK, f"process {os.getpid()}")
@@ -155,11 +162,12 @@ class RunFolder(RunRecords):
         except OSError as problem:
             raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
         self.sample, self.request = self._samples.append, self._requests.append
-        super().__init__(folder)  # `events`: those on record, and all since
+        super().__init__(folder)
 
     @classmethod
     def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
-        """A new run. Raises BadRunFolder where there is one already, or nothing can be written."""
+        """Create the folder of a new run. Raises BadRunFolder if it has a run already or cannot be
+        written."""
         if (folder / MANIFEST).exists():
             raise BadRunFolder(f"{folder} has a run already. Resume it, or choose another folder")
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
@@ -172,15 +180,15 @@ class RunFolder(RunRecords):
         return cls(folder)
 
     def event(self, event: E) -> E:
-        """Writes one line of the journal."""
+        """Write an event to the journal, append it to `events`, and return it."""
         self._events.append(event)
         self.events.append(event)
         return event
 
     def finish(self, level: LevelFinished) -> None:
-        """Writes that a level has finished; its requests and samples are in their files already.
+        """Write that a level has finished. Its requests and samples have been written before.
 
-        Returns when all is on disk: a level that has finished survives a power cut.
+        Returns when everything is on disk, so that a finished level survives a power failure.
         """
         self._requests.sync()
         self._samples.sync()
@@ -188,8 +196,8 @@ class RunFolder(RunRecords):
         self._events.sync()
 
     def close(self) -> None:
-        for one in (self._events, self._samples, self._requests, self._lock):
-            one.close()
+        for file in (self._events, self._samples, self._requests, self._lock):
+            file.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -199,7 +207,7 @@ class RunFolder(RunRecords):
 
 
 class Appender(Generic[T]):
-    """Appends records to one file, each as one line in one write()."""
+    """Appends records to a file, each as one line by one write()."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -208,29 +216,30 @@ class Appender(Generic[T]):
             path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)
         )
         size = self._file.seek(0, os.SEEK_END)
-        last = os.pread(self._file.fileno(), 1, max(0, size - 1))
-        self._is_torn = last not in (b"", b"\n")  # the last line is cut off
+        last_byte = os.pread(self._file.fileno(), 1, max(0, size - 1))
+        self._is_torn = last_byte not in (b"", b"\n")  # the last line is incomplete
         self.close = self._file.close
 
     def append(self, record: T) -> None:
-        """Where the disk is full, the records before are whole. Raises BadRunFolder."""
+        """Write a record. Raises BadRunFolder, for example if the disk is full; earlier records are
+        then still complete."""
         line = b"\n" * self._is_torn + self._encode(record) + b"\n"
         try:
             self._is_torn = self._file.write(line) != len(line)
         except OSError as problem:
-            what = f"{self._file.name} cannot be written: {problem.strerror}"
-            raise BadRunFolder(what) from problem
+            message = f"{self._file.name} cannot be written: {problem.strerror}"
+            raise BadRunFolder(message) from problem
         if self._is_torn:
-            what = f"{self._file.name}: only part of a record was written"
-            raise BadRunFolder(f"{what}. The disk may be full")
+            message = f"{self._file.name}: only part of a record was written"
+            raise BadRunFolder(f"{message}. The disk may be full")
 
     def sync(self) -> None:
-        """Returns when all is on disk. Raises BadRunFolder."""
+        """Return when all records are on disk. Raises BadRunFolder."""
         try:
             os.fsync(self._file)
         except OSError as problem:
-            what = f"{self._file.name} cannot be written: {problem.strerror}"
-            raise BadRunFolder(what) from problem
+            message = f"{self._file.name} cannot be written: {problem.strerror}"
+            raise BadRunFolder(message) from problem
 
 
 def cleaned(text: bytes) -> bytes:
@@ -243,7 +252,7 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
-# Words of format 5 -> those of today.
+# Keys and states of format 5 -> those of format 6.
 _RECORD_KEYS = {
     b'"due_seconds":': b'"scheduled_seconds":',
     b'"asked_prompt_tokens":': b'"requested_prompt_tokens":',
@@ -300,7 +309,7 @@ def _in_the_current_format(line: bytes) -> bytes:
 
 
 def read_manifest(folder: Path) -> RunManifest:
-    """The manifest of a run. Raises BadRunFolder."""
+    """Return the manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
         check_plain(path)
@@ -322,6 +331,6 @@ def read_manifest(folder: Path) -> RunManifest:
 
 
 def check_plain(path: Path) -> None:
-    """Raises BadRunFolder for a pipe or device, which may have no end."""
+    """Raise BadRunFolder for a pipe or a device, whose content may have no end."""
     if path.exists() and not path.is_file():
         raise BadRunFolder(f"{path} is not a regular file")
