@@ -36,9 +36,9 @@ from crossover.serving.engine.step_clock import StepClock
 from crossover.serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
-# After a launched step could not sample a sequence's token, its next tokens are sampled by steps
-# that are waited for; this is their number.
-PATIENCE = 16
+# After a launched step could not sample a sequence's token, so many of its next tokens are sampled
+# by steps that are waited for.
+WAITED_TOKENS = 16
 MAX_BROKEN = 8  # after more sequences in a row with NaN logits, the engine is broken
 
 
@@ -147,7 +147,7 @@ class Scheduler:
         if self.running and (flight := flight or self._next(None)) is not None:
             if flight.launched is not None and not self._must_wait:
                 self._flight = self._next(flight.launched)
-            self._read(flight, deltas)
+            self._read_tokens(flight, deltas)
             if not self.running:
                 self._flight = None  # all of its sequences have ended
             self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in flight.rows)
@@ -208,8 +208,9 @@ class Scheduler:
             prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in prefill_slots)
             return InFlightStep(rows, sequences, prompt_tokens, started, seconds, launched, sampled)
 
-    def _read(self, flight: InFlightStep, deltas: list[Delta]) -> None:
-        """Read the tokens of a step, and give them to the sequences that still run."""
+    def _read_tokens(self, flight: InFlightStep, deltas: list[Delta]) -> None:
+        """Read the sampled tokens of a step, and give them to the sequences that still run. Append
+        what each of them adds to its answer to `deltas`."""
         results: list[Sampled | None] = [*flight.sampled]
         seconds = flight.seconds
         if flight.launched is not None:
@@ -229,10 +230,8 @@ class Scheduler:
             sample = next(samples)
             if self.running.get(row.slot) is not sequence or sequence.computed < row.position:
                 continue  # the sequence has ended, or was preempted
-            if sample is None:  # the step in flight depends on this token, so it is useless, too
-                sequence.waited_until = sequence.length + PATIENCE
-                sequence.computed = row.position - 1
-                self._must_wait = True
+            if sample is None:
+                self._retry_later(sequence, row)
                 continue
             if sample.token == NO_TOKEN:
                 delta = self._end_broken(sequence)
@@ -246,6 +245,19 @@ class Scheduler:
             deltas.append(delta)
             if delta.finish is not None:
                 self._release(sequence)
+
+    def _retry_later(self, sequence: Sequence, row: Row) -> None:
+        """Have the next step sample a token that a launched step could not sample.
+
+        Only torch launches steps, on GPUs. Its GPU sampler finds no token if the logits are NaN, if
+        no proposal of its rejection sampling is accepted, or if top-p needs more candidates than it
+        looks at. `Backend.step` gives such a row to the host's sampler.
+        """
+        # The row's last token is computed once more, because its logits are gone. If a step is in
+        # flight that assumes the missing token, what it samples for this sequence is dropped.
+        sequence.computed = row.position - 1
+        sequence.waited_until = sequence.length + WAITED_TOKENS
+        self._must_wait = True
 
     def _end_broken(self, sequence: Sequence) -> Delta:
         """Return the last Delta of a sequence whose logits are NaN. None of its KV is reused.

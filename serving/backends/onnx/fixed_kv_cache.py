@@ -1,9 +1,9 @@
 """Serving a GroupQueryAttention graph over fixed KV rows, with no copying between steps.
 
 Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
-past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
-how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
-no padding, and a prompt is prefilled straight into its row. Short prompts share a call, padded
+past_* and present_* are bound to the same view of the rows of a call, so the operator appends in
+place; how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call
+with no padding, and a prompt is prefilled straight into its row. Short prompts share a call, padded
 right: all weights are read once for them.
 """
 
@@ -49,7 +49,7 @@ class SlotGraph:
         self._kv = [np.zeros(shape, np.float32) for _ in self._names]
         self._out = np.zeros((slots, 1, facts.vocabulary), np.float32)
         self._columns = np.arange(context_tokens, dtype=np.int64)
-        self._binding = lru_cache(_KEPT_BINDINGS)(self._bound)
+        self._binding = lru_cache(_KEPT_BINDINGS)(self._bind_rows)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
@@ -83,22 +83,24 @@ class SlotGraph:
         return groups
 
     def run(self, rows: list[Row]) -> Part:
-        """Return rows of one token each, one longer row, or a group of `sharing`, in one call; the
-        logits stay until their slots' next."""
+        """Run rows of one token each, one longer row, or a group of `sharing`, in one call. Return
+        the logits of the rows that want a token, and these rows; the logits stay until the next
+        call with their slots."""
         for row in rows:
             check_row(row, self._length[self._row_of[row.slot]], self._context)
-        lo = self._side_by_side([row.slot for row in rows])
+        first = self._side_by_side([row.slot for row in rows])
         rows = sorted(rows, key=lambda row: self._row_of[row.slot])
-        hi, ends = lo + len(rows), [row.position for row in rows]
-        self._length[lo:hi] = ends
+        end = first + len(rows)
+        lengths = [row.position for row in rows]  # after this call
+        self._length[first:end] = lengths
         ids = np.zeros((len(rows), max(len(row.tokens) for row in rows)), np.int64)
         for at, row in enumerate(rows):
             ids[at, : len(row.tokens)] = row.tokens
-        width = max(ends)
+        width = max(lengths)
         if 1 in ids.shape:  # wider, GroupQueryAttention takes a call of several prompts for a past
             width = min(self._context, -(-width // _MASK_GRAIN) * _MASK_GRAIN)
-        mask = (self._columns[:width] < np.array(ends)[:, None]).astype(np.int64)
-        binding, out = self._binding(lo, hi), self._out[lo:hi]
+        mask = (self._columns[:width] < np.array(lengths)[:, None]).astype(np.int64)
+        binding, out = self._binding(first, end), self._out[first:end]
         binding.bind_cpu_input("attention_mask", mask)
         binding.bind_cpu_input("input_ids", ids)
         binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
@@ -109,7 +111,7 @@ class SlotGraph:
         ]
 
     def _side_by_side(self, slots: list[int]) -> int:
-        """Bring the rows of these slots together; the first of them."""
+        """Swap rows until those of these slots are neighbours; return the first of them."""
         members = {self._row_of[slot] for slot in slots}
         inside = range(min(members), min(members) + len(members))
         outgoing = [row for row in inside if row not in members]
@@ -118,6 +120,7 @@ class SlotGraph:
         return inside.start
 
     def _swap(self, a: int, b: int) -> None:
+        """Swap two rows: their slots, and the keys and values that they hold."""
         tokens_a, tokens_b = self._length[a], self._length[b]
         for buffer in self._kv:
             saved_a = buffer[a, :, :tokens_a].copy() if tokens_b else buffer[a, :, :tokens_a]
@@ -127,11 +130,13 @@ class SlotGraph:
         self._slot_of[a], self._slot_of[b] = self._slot_of[b], self._slot_of[a]
         self._row_of[self._slot_of[a]], self._row_of[self._slot_of[b]] = a, b
 
-    def _bound(self, lo: int, hi: int) -> Any:
+    def _bind_rows(self, first: int, end: int) -> Any:
+        """Return an onnxruntime binding of the KV rows from `first` to before `end`, each layer's
+        as input and as output of the graph. Raises EngineFailed if onnxruntime copies them."""
         binding = self._session.io_binding()
         for name, buffer in zip(self._names, self._kv, strict=True):
-            view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
-            if view.data_ptr() != buffer[lo:hi].ctypes.data:
+            view = self._ort.OrtValue.ortvalue_from_numpy(buffer[first:end])
+            if view.data_ptr() != buffer[first:end].ctypes.data:
                 raise EngineFailed(
                     "onnxruntime copied a KV buffer instead of using it in place, so this version "
                     "cannot be used"

@@ -216,8 +216,8 @@ class TorchBackend:
         return [one for one in found if one is not None]
 
     def _make_graphs(self, model: SlotModel, logits: Tensor, limit: int, progress: Progress) -> str:
-        """Whether there are graphs, for the backend's details. Where steps cannot be captured,
-        eager ones are slower, not wrong."""
+        """Capture steps and draws as CUDA graphs. Return "true", or "false: " and the reason, for
+        the backend's details: without graphs, steps are slower and not wrong."""
         try:
             graphs = Graphs(is_capturing=True)
             self._graphs = StepGraphs(model, logits, limit, graphs, progress)
@@ -231,16 +231,19 @@ class TorchBackend:
         return "true"
 
     def _warm_up(self, count: int) -> None:
-        """The longest prompt and draws of each kind: what they load and build, or lack memory for,
-        must not fall on the first request."""
-        self.step([Row(0, np.zeros(count, np.int32), 0, True)])
-        for index, sampling in enumerate(KINDS_OF_DRAWS):
-            self.step([Row(0, np.zeros(1, np.int32), count + index, True, sampling)])
+        """Run the longest prompt piece, of `count` tokens, and one draw of each kind, so that the
+        first request does not pay for what they load and build. Raises OutOfMemory if the memory is
+        too small for them."""
+        prompt = np.zeros(count, np.int32)
+        self.step([Row(slot=0, tokens=prompt, start=0, wants_token=True)])
+        token = np.zeros(1, np.int32)
+        for start, sampling in enumerate(KINDS_OF_DRAWS, start=count):
+            self.step([Row(slot=0, tokens=token, start=start, wants_token=True, sampling=sampling)])
         self.truncate(0, 0)
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device of "cpu" or "gpu". Raises BackendUnavailable."""
+    """Return the torch device of "cpu" or "gpu". Raises BackendUnavailable."""
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
