@@ -132,7 +132,7 @@ class FakeBackend:
             weight_format="none",
             rewinds=options.rewinds,
             why_not_rewinds="" if options.rewinds else "the fake backend was told so",
-            saves=not options.rewinds,
+            has_checkpoints=not options.rewinds,
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:

@@ -67,7 +67,8 @@ class BackendInfo(msgspec.Struct, frozen=True):
     # A slot can be truncated to fewer tokens; impossible for recurrent states and window caches.
     rewinds: bool = True
     why_not_rewinds: str = ""  # "" if it does
-    saves: bool = False  # without rewinding, `save` and `restore` return a slot to a checkpoint
+    # Where a slot cannot be truncated, `save` and `restore` return it to a checkpoint.
+    has_checkpoints: bool = False
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 

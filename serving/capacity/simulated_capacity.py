@@ -158,7 +158,7 @@ def lengths_of(
     output = np.array([ask.output_tokens for ask in requests], dtype=np.int64)
     prefix_tokens = np.array([ask.prefix_tokens for ask in requests])
     cached = np.minimum(prompt - 1, (reused_share * prefix_tokens).astype(np.int64))
-    return Lengths(prompt, output, cached, reasoning_share=reasoning_share)
+    return Lengths(prompt=prompt, output=output, cached=cached, reasoning_share=reasoning_share)
 
 
 def lengths_of_sessions(
@@ -167,7 +167,12 @@ def lengths_of_sessions(
     reuse: PrefixReuse,
     reasoning_share: float = 0.0,
 ) -> Lengths:
-    """Return the turns of these conversations of a workload, with the histories that they send."""
+    """Return the turns of these conversations of a workload, with the histories that they send.
+
+    A turn's prompt begins with `kept_tokens` that the previous turn left in the KV of its slot,
+    prompt and answer. At its end, the answer's tokens that come back as other tokens, since its
+    text was tokenized again, are lost (`PrefixReuse.answer_share`).
+    """
     all_turns = [
         turn
         for session in sessions
@@ -178,20 +183,26 @@ def lengths_of_sessions(
         np.array([getattr(turn, name) for turn in all_turns], dtype=np.int64) for name in fields
     )
     previous_output = np.concatenate([[0], output[:-1]])
-    lost_tokens = np.where(number > 0, ((1.0 - reuse.answer_share) * previous_output), 0.0).astype(
-        np.int64
-    )
+    previous_output[number == 0] = 0  # the turn before it is of another conversation
+    lost_tokens = ((1.0 - reuse.answer_share) * previous_output).astype(np.int64)
     shared = workload.prefix_tokens if reuse.shared_tokens is None else reuse.shared_tokens
+    # Where nothing was kept, only what all conversations share is there.
+    history_tokens = np.where(kept_tokens > 0, kept_tokens - lost_tokens, shared)
     turns = Turns(
         session=session,
         number=number,
         think_seconds=np.array([turn.think_seconds for turn in all_turns]),
-        history_tokens=np.maximum(np.where(kept_tokens > 0, kept_tokens - lost_tokens, shared), 0),
+        history_tokens=np.maximum(history_tokens, 0),
         shared_tokens=shared,
         reuse=reuse.kind,
     )
-    none = np.zeros(len(prompt), dtype=np.int64)
-    return Lengths(prompt, output, none, turns, reasoning_share)
+    return Lengths(
+        prompt=prompt,
+        output=output,
+        cached=np.zeros(len(prompt), dtype=np.int64),  # histories are in `turns`
+        turns=turns,
+        reasoning_share=reasoning_share,
+    )
 
 
 def capacity(

@@ -50,7 +50,7 @@ class SlotAllocator:
     def __init__(self, backend: Backend, reuses: bool) -> None:
         info, slots = backend.info, backend.info.settings.slots
         self._backend: Any = backend
-        self._reuses = reuses and (info.rewinds or info.saves)
+        self._reuses = reuses and (info.rewinds or info.has_checkpoints)
         self._saves = self._reuses and not info.rewinds
         self._held: list[Tokens] = [_NOTHING] * slots  # the tokens in the KV of idle slots
         self._idle_since = [0.0] * slots

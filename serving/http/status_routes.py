@@ -155,7 +155,7 @@ def _describe_prefix_reuse(is_enabled: bool, info: BackendInfo) -> str:
         return "nothing: prefix_reuse is off"
     if info.rewinds:
         return "any common prefix"
-    if info.saves:
+    if info.has_checkpoints:
         return (
             "from checkpoints, shortly before the end of each prompt and where two prompts "
             f"diverge, since {info.why_not_rewinds}"

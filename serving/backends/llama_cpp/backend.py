@@ -257,6 +257,7 @@ class LlamaCppBackend:
         return min(KV_BLOCK, max(1, tokens))
 
     def _describe(self, config: EngineConfig, vocabulary: int) -> BackendInfo:
+        """Return what the backend reports about itself. `vocabulary`: the ids that have logits."""
         llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         settings = config.settings
@@ -275,7 +276,7 @@ class LlamaCppBackend:
             weight_format=config.weight_format or ftype.split(" - ")[0],
             rewinds=self._can_rewind,
             why_not_rewinds=self._why_not_rewinds,
-            saves=not self._can_rewind,
+            has_checkpoints=not self._can_rewind,
             details={
                 **build_details(llama),
                 "threads": str(self._threads),

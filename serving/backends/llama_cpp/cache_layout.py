@@ -1,7 +1,7 @@
 """Predicts llama.cpp's memory from a model's shape: KV cache, states, checkpoints, buffers. Pure.
 
-Layers with a sliding window keep either the whole context or, if the context is much longer than
-the window, little more than the window.
+This includes hybrids, some of whose layers are recurrent. Layers with a sliding window keep either
+the whole context or, if the context is much longer than the window, little more than the window.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def kept_window_tokens(window: int, context_tokens: int) -> int:
 def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
     """Return the bytes of the KV cache with room for `tokens` tokens in all slots together.
 
-    This is without flash attention, where every layer's values are padded to the longest of any
-    layer.
+    Without flash attention, which is assumed, llama.cpp pads V of every layer to the widest.
     """
     elements = sum(
         token_elements
@@ -50,14 +49,19 @@ def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
     return int(elements * KV_ELEMENT_BYTES[kv_dtype])
 
 
-def state_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str, saves: bool) -> int:
+def state_bytes(
+    spec: ModelSpec, tokens: int, slots: int, kv_dtype: str, has_checkpoints: bool
+) -> int:
     """Return the bytes of the recurrent states of all slots.
 
-    If the engine `saves`, this includes the checkpoints, from which a slot is restored to a prefix
+    `has_checkpoints`: add those that the engine makes, from which a slot is restored to a prefix
     that another prompt shares.
     """
     states = slots * spec.state_bytes_per_slot
-    return states + saves * max_checkpoints(slots) * checkpoint_bytes(spec, tokens, slots, kv_dtype)
+    if not has_checkpoints:
+        return states
+    checkpoint = checkpoint_bytes(spec, tokens, slots, kv_dtype)
+    return states + max_checkpoints(slots) * checkpoint
 
 
 def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:

@@ -133,7 +133,7 @@ def _with_checkpoints(
     slots, kv_dtype = config.settings.slots, config.settings.kv_dtype
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
     tokens = slots * reported.context_tokens
-    exact_bytes = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
+    exact_bytes = state_bytes(spec, tokens, slots, kv_dtype, has_checkpoints=False)
     is_same = abs(exact_bytes - reported.state_bytes) <= 0.02 * _MIB
     checkpoint_bytes = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_bytes
     all_bytes = (exact_bytes if is_same else reported.state_bytes) + checkpoint_bytes

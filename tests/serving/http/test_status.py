@@ -106,7 +106,7 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
         (False, {}, "nothing: prefix_reuse is off"),
         (
             True,
-            {"rewinds": False, "saves": True, "why_not_rewinds": "it is recurrent"},
+            {"rewinds": False, "has_checkpoints": True, "why_not_rewinds": "it is recurrent"},
             "from checkpoints, .* end of each prompt .* two prompts diverge, since it is recurrent",
         ),
         (

@@ -111,7 +111,7 @@ def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
     for seed in (8, 9, 10, 11):
         prompt = [*beginning, *tokens(seed, 40)]
         answer, cached = chat.ask(prompt)[0]
-        assert (cached >= len(beginning)) == (seed >= (10 if backend.info.saves else 9))
+        assert (cached >= len(beginning)) == (seed >= (10 if backend.info.has_checkpoints else 9))
         check(prompt, answer)
     both = [[*beginning, *tokens(seed, 25)] for seed in (12, 13)]
     for prompt, (answer, cached) in zip(both, chat.ask(*both), strict=True):

@@ -61,7 +61,8 @@ def test_the_layers_of_a_published_shape_are_what_llama_cpp_holds(
         log_rounding = 0.03 * MIB  # llama.cpp says MiB with two decimals
         counted = kv_bytes(planned, tokens, slots, "fp16")
         assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
-        assert held.state_bytes == state_bytes(planned, tokens, slots, "fp16", saves=False)
+        expected = state_bytes(planned, tokens, slots, "fp16", has_checkpoints=False)
+        assert held.state_bytes == expected
         buffer = buffer_bytes(planned, context, slots)
         whole = header.file_bytes + held.kv_bytes + held.state_bytes + held.buffer_bytes
         assert buffer == pytest.approx(held.buffer_bytes, rel=0.05, abs=0.015 * whole)
