@@ -23,11 +23,11 @@ from crossover.loadtests.campaign.quick_campaign import (
 )
 from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
 from crossover.loadtests.host.child_processes import ignore_signals, signals_interrupt
-from crossover.loadtests.load_generator.endpoint_details import (
+from crossover.loadtests.load_generator.endpoint_details import ask_details
+from crossover.loadtests.load_generator.find_servers import (
     SOFTWARE_NAMES,
     USUAL_PORTS,
     LocalServer,
-    ask_details,
     find_local_servers,
     look_at,
 )

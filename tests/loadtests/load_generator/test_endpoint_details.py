@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from crossover.loadtests.load_generator.endpoint_details import (
-    ask_details,
-    find_local_servers,
-    look_at,
-    shape_by_name,
-)
+from crossover.loadtests.load_generator.endpoint_details import ask_details, shape_by_name
+from crossover.loadtests.load_generator.find_servers import find_local_servers, look_at
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.model_ladder import ladder_model
 from tests.loadtests.load_generator.scripted_endpoint import Asked, Handler, answered, scripted

@@ -1,0 +1,93 @@
+"""Finds the servers of this machine that `crossover quick` can measure, on the usual ports.
+
+    for server in find_local_servers():
+        server.url, server.software, server.models
+
+A server is found by its answer to /v1/models. What does not answer, or answers something else, is
+none: nothing here fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from crossover.loadtests.load_generator.endpoint_details import (
+    Software,
+    cards_of,
+    read_object,
+    read_route,
+    software_of,
+)
+from crossover.loadtests.load_generator.http_connection import Pool, connect
+from crossover.loadtests.load_generator.openai_endpoint import names_of_models
+
+SOFTWARE_NAMES: dict[Software, str] = {
+    "crossover": "Crossover",
+    "vllm": "vLLM",
+    "llama-server": "llama-server",
+    "ollama": "Ollama",
+    "lm-studio": "LM Studio",
+    "unknown": "an OpenAI-compatible server",
+}
+# The ports that these servers listen on by default.
+USUAL_PORTS: Mapping[int, str] = {
+    8000: "Crossover, vLLM",
+    8080: "llama-server",
+    11434: "Ollama",
+    1234: "LM Studio",
+}
+LOOPBACK = "127.0.0.1"
+NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)  # in names
+
+
+class LocalServer(NamedTuple):
+    """A server of this machine that answers /v1/models."""
+
+    url: str
+    software: Software
+    models: tuple[str, ...]  # that can generate text, those in memory first; (): it lists none
+
+    @property
+    def words(self) -> str:
+        """`llama-server at http://127.0.0.1:8080`."""
+        return f"{SOFTWARE_NAMES[self.software]} at {self.url}"
+
+
+def find_local_servers(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[LocalServer]:
+    """Return the servers of this machine that list models as OpenAI's API does, in the order of the
+    ports."""
+    found = (look_at(f"http://{LOOPBACK}:{port}") for port in ports)
+    return [server for server in found if server is not None and server.models]
+
+
+def look_at(url: str) -> LocalServer | None:
+    """Return the server at a URL; None where nothing there answers /v1/models."""
+    with connect(url) as pool:
+        listed = read_route(pool, "/v1/models")
+        if listed is None:
+            return None
+        try:
+            names = names_of_models(listed)
+        except ValueError:
+            return None
+        software = software_of(listed)
+        if software == "unknown" and "version" in read_object(pool, "/api/version"):
+            software = "ollama"  # its older versions name no owner
+        in_memory = _models_in_memory(pool, software)
+        names = sorted(names, key=lambda name: name not in in_memory)
+    able = tuple(name for name in names if not NO_CHAT_MODEL.search(name))
+    return LocalServer(url, software, able or tuple(names))
+
+
+def _models_in_memory(pool: Pool, software: Software) -> list[str]:
+    """Return the models that are loaded, of servers that list those on the disk too."""
+    if software == "ollama":
+        with contextlib.suppress(ValueError):
+            return names_of_models(read_object(pool, "/api/ps"))
+    if software == "lm-studio":
+        cards = cards_of(read_route(pool, "/api/v0/models"))
+        return [str(card.get("id")) for card in cards if card.get("state") == "loaded"]
+    return []
