@@ -278,10 +278,10 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
     times = (level.ttft, level.tpot)
     ttft, tpot = (formatting.seconds(level.quantile(one, 0.5), 3, "-") for one in times)
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
-    rate = formatting.rate(level.offered_rate, 3, like=like or level.rate)
-    came = f" offered, {rate} achieved" if level.rate else ""
+    achieved = formatting.rate(level.achieved_rate, 3, like=like or level.rate)
+    rates = f" offered, {achieved} achieved" if level.rate else ""
     return (
-        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{came}: "
+        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{rates}: "
         f"{found.good}{share} of {found.due} met the SLO, median TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'}{words and f' -> {words}'}"
     )

@@ -41,7 +41,7 @@ ENOUGH = 1.4  # an estimate further above the confirmed rate than this is worth 
 MAX_LEVELS = 2  # on one server start: a level at 0.8 of the estimate, and one more
 MAX_TRIES = 4  # levels while no rate is confirmed
 MAX_SINGLE_STREAM_LEVELS = 4  # a few slow requests alone do not prove that the SLO is missed
-NEAR = 0.5  # of the estimate: levels at lower rates do not count as tries
+MIN_TRY_SHARE = 0.5  # of the estimate: levels at lower rates do not count as tries
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 MAX_SESSION_SECONDS = 300.0  # of warm-up, for conversations
@@ -226,7 +226,7 @@ def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
     tries = [
         level
         for level in loaded
-        if start in (None, level.started.start) and (level.rate or 0.0) >= NEAR * estimate
+        if start in (None, level.started.start) and (level.rate or 0.0) >= MIN_TRY_SHARE * estimate
     ]
     if len(tries) >= (MAX_LEVELS if capacity.confirmed_rate else MAX_TRIES):
         return Stop(f"{len(tries)} levels near the estimated capacity are enough on one start")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -58,9 +58,11 @@ ROUNDING = 0.98  # of the time asked: a window ends with a request
 # the luck of its arrivals; with this floor 2 to 7 % of levels at 1.1 x the limit hold (1.3: 3 to 23
 # %).
 AS_ONE_BY_LEVELS = 4.0
-NEAR = 1.1  # rates apart by less are tries of one
-MIN_ALONE = 20  # single-stream requests before "not even alone" ...
-MIN_BAD = 5  # ... or so many bad ones: at 99 % one slow one of five proves nothing
+SAME_RATE = 1.1  # two rates whose ratio is at most this count as tries of the same rate
+# A server start counts as missing the SLO unloaded only after so many single-stream requests, or
+# after so many that missed it: with a target of 99 %, one slow request of five proves nothing.
+MIN_UNLOADED_REQUESTS = 20
+MIN_UNLOADED_MISSES = 5
 
 
 class Counted(NamedTuple):
@@ -90,20 +92,26 @@ def estimate(
     `least_seconds`: of the shortest level that confirms.
     """
     seen = _counted(levels, slo)
-    if (found := _not_even_alone(seen, slo)) is not None:
-        return found
+    if (unloaded := _misses_unloaded(seen, slo)) is not None:
+        return unloaded
     loaded, failed = _loaded(seen)
     found = Capacity(state="not_confirmed")
     if step_times is not None and policy is not None and workload is not None and step_times.fits:
-        told = [
-            (one.rate, factor)
-            for one in loaded
-            if (factor := _factor(step_times, one.level, policy))
+        level_factors = [
+            (counted.rate, factor)
+            for counted in loaded
+            if (factor := _factor(step_times, counted.level, policy))
         ]
-        speeds = [one for each in loaded for one in _speeds(step_times, each.level, policy)]
+        speed_factors = [
+            factor for counted in loaded for factor in _speeds(step_times, counted.level, policy)
+        ]
         # Whatever the step-time model says, the limit is not far above a rate that missed the
         # target.
-        short = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
+        missed_rates = [
+            counted.rate
+            for counted in loaded
+            if counted.judged.good < slo.target * counted.judged.due
+        ]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(
@@ -117,7 +125,9 @@ def estimate(
                 reasoning_share=reasoning_share,
             )
 
-        found = _by_step_times(simulate, told, speeds, min(short, default=math.inf))
+        found = _by_step_times(
+            simulate, level_factors, speed_factors, min(missed_rates, default=math.inf)
+        )
     return _with_lower_bound(_confirmed(_below(found, failed), seen, slo, least_seconds), loaded)
 
 
@@ -169,63 +179,94 @@ def confirming_seconds(
     )
 
 
-def shortest_level(slo: Slo, alone: float | None, least_seconds: float) -> float:
-    """Return the length of the shortest window that confirms, whatever it shows."""
-    return max(least_seconds, TTFT_LIMITS * (slo.ttft_seconds or 0.0), ANSWERS * (alone or 0.0))
+def shortest_level(slo: Slo, alone_seconds: float | None, least_seconds: float) -> float:
+    """Return the seconds of the shortest window that can confirm a rate.
 
-
-def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
-    """Where requests one at a time miss the SLO on every start; None: they do not, or too few
-    were asked. Load makes no request better: what holds under load holds alone.
+    `alone_seconds`: mean E2E of a single-stream request; None: not measured. `least_seconds`: the
+    minimum, whatever the SLO is.
     """
-    starts: dict[object, list[Judged]] = {}
-    for level, judged, _ in seen:
-        if level.is_single_stream:
-            starts.setdefault(level.started.start, []).append(judged)  # None: of an endpoint
-    if not starts or any(one.rate and one.judged.verdict == "meets" for one in seen):
+    ttft_seconds = slo.ttft_seconds or 0.0
+    return max(least_seconds, TTFT_LIMITS * ttft_seconds, ANSWERS * (alone_seconds or 0.0))
+
+
+def _misses_unloaded(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
+    """Return a capacity of 0.0 if single-stream requests miss the SLO on every start of the server.
+
+    None: on some start they meet it or are too few to tell, none was sent, or a level under load
+    meets the SLO.
+    """
+    # An endpoint that is not ours is never restarted: the key of all its levels is None.
+    by_start: dict[int | None, list[Judged]] = {}
+    for counted in seen:
+        if counted.level.is_single_stream:
+            by_start.setdefault(counted.level.started.start, []).append(counted.judged)
+    is_met_under_load = any(one.rate and one.judged.verdict == "meets" for one in seen)
+    if not by_start or is_met_under_load:
         return None
-    missed = asked = 0
-    for own in starts.values():
-        good, due = sum(one.good for one in own), sum(one.due for one in own)
-        is_enough = due >= MIN_ALONE or due - good >= MIN_BAD or (not good and due >= 2)
-        if not is_enough or wilson(good, due, slo.confidence)[1] >= slo.target:
-            return None
-        missed, asked = missed + due - good, asked + due
-    # Of an endpoint each level counts, since it cannot be started again.
-    count = len(starts.keys() - {None}) + len(starts.get(None, ()))
-    unit = "level" if starts.keys() == {None} else "start"
-    where = f"one {unit}" if count == 1 else f"{count} {unit}s"
+    if not all(_is_missed(levels, slo) for levels in by_start.values()):
+        return None
+    # An endpoint cannot be started again, so there each of its levels counts instead.
+    starts = len(by_start.keys() - {None}) + len(by_start.get(None, ()))
     return Capacity(
         state="misses_slo_unloaded",
-        starts=count,
+        starts=starts,
         estimated_rate=0.0,
         low=0.0,
         high=0.0,
-        reason=f"{missed} of {asked} single-stream requests missed the SLO, on {where}",
+        reason=_unloaded_reason(by_start, starts),
     )
+
+
+def _is_missed(levels: Sequence[Judged], slo: Slo) -> bool:
+    """Return whether these single-stream levels of one server start prove that the SLO is missed:
+    Wilson's upper bound of their SLO attainment is below the target."""
+    good = sum(judged.good for judged in levels)
+    due = sum(judged.due for judged in levels)
+    missed = due - good
+    is_enough = (
+        due >= MIN_UNLOADED_REQUESTS
+        or missed >= MIN_UNLOADED_MISSES
+        or (good == 0 and due >= 2)  # all of them
+    )
+    return is_enough and wilson(good, due, slo.confidence)[1] < slo.target
+
+
+def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: int) -> str:
+    """Return `12 of 20 single-stream requests missed the SLO, on 2 starts`."""
+    judged_levels = [judged for levels in by_start.values() for judged in levels]
+    due = sum(judged.due for judged in judged_levels)
+    missed = due - sum(judged.good for judged in judged_levels)
+    unit = "level" if by_start.keys() == {None} else "start"
+    where = f"one {unit}" if starts == 1 else f"{starts} {unit}s"
+    return f"{missed} of {due} single-stream requests missed the SLO, on {where}"
 
 
 def _by_step_times(
     simulate: Callable[[float], SimulatedCapacity],
-    told: Sequence[tuple[float, float]],
-    speeds: Sequence[float],
-    short: float,
+    level_factors: Sequence[tuple[float, float]],
+    speed_factors: Sequence[float],
+    lowest_missed_rate: float,
 ) -> Capacity:
-    """The simulated limit with one factor from the levels near it; `told`: (rate, factor).
+    """Return the simulated capacity and its interval, with all step times scaled by one factor,
+    which the levels near that capacity give.
 
-    `speeds`: factors within levels in which the machine's speed changed. `short`: the lowest rate
-    that missed the target; inf: none did.
+    `simulate`: returns the capacity for a factor. `level_factors`: (rate, factor) of each level.
+    `speed_factors`: factors within levels in which the machine's speed changed.
+    `lowest_missed_rate`: the lowest rate that missed the target; inf: none did.
     """
-    factor, counts, near, least = LOADED, 0.0, list[float](), short
+    factor = LOADED
+    levels_worth = 0.0  # the number of levels that `factor` is worth
+    near_factors: list[float] = []
+    lowest_limit = lowest_missed_rate
     found = simulate(factor)
-    for _ in range(3):
-        least = min(least, found.rate)
-        ends = MIN_TELLING * least, MAX_TELLING * found.rate
-        now = [one for at, one in told if ends[0] <= at <= ends[1]]
-        if not now or now == near:
+    for _ in range(3):  # another factor moves the capacity, and so the levels that are near it
+        lowest_limit = min(lowest_limit, found.rate)
+        lowest, highest = MIN_TELLING * lowest_limit, MAX_TELLING * found.rate
+        now_near = [measured for rate, measured in level_factors if lowest <= rate <= highest]
+        if not now_near or now_near == near_factors:
             break
-        near = now
-        factor, counts = common_factor(near)
+        near_factors = now_near
+        factor, levels_worth = common_factor(near_factors)
         found = simulate(factor)
     if found.rate <= 0:
         return Capacity(
@@ -234,22 +275,23 @@ def _by_step_times(
             reason=f"by the step-time model, SLO attainment unloaded is only "
             f"{share(found.alone_share, 2)}",
         )
-    reach = math.exp(Z_90 * sd_of(counts) * found.steepness)
-    # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
-    seen = [factor, *near, *speeds]
-    if counts == len(near):  # the calibration was at another
-        seen.append(LOADED)
-    moved = max(seen) / min(seen) - 1
+    reach = math.exp(Z_90 * sd_of(levels_worth) * found.steepness)
+    # If the machine's speed changed, the interval covers both speeds: the capacity changes by the
+    # ratio of the step times to the power of the steepness.
+    factors = [factor, *near_factors, *speed_factors]
+    if levels_worth == len(near_factors):  # the calibration was at another speed
+        factors.append(LOADED)
+    moved = max(factors) / min(factors) - 1
     if moved <= MOVED:
-        seen = [factor]
+        factors = [factor]
     return Capacity(
         state="not_confirmed",
         estimated_rate=found.rate,
-        low=found.rate * (factor / max(seen)) ** found.steepness / reach,
-        high=found.rate * (factor / min(seen)) ** found.steepness * reach,
+        low=found.rate * (factor / max(factors)) ** found.steepness / reach,
+        high=found.rate * (factor / min(factors)) ** found.steepness * reach,
         method="step_times",
         steepness=found.steepness,
-        factor=factor if near else None,
+        factor=factor if near_factors else None,
         users=found.users,
         speed_moved=moved if moved > MOVED else None,
     )
@@ -350,7 +392,7 @@ def _is_proven(
     """
     rate, as_one = own[0].rate, MIN_DESIGN_EFFECT if is_by_step_times else AS_ONE_BY_LEVELS
     tries = 1 + sum(
-        1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "meets"
+        1 / SAME_RATE <= one.rate / rate <= SAME_RATE and one.judged.verdict != "meets"
         for one in loaded
         if one.rate != rate
     )

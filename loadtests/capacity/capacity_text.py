@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 
-NEAR = 0.7  # of an estimate: a rate that may be confirmed later is shown in the same unit
+# The share of an estimate that may be confirmed later; the unit is chosen to suit that rate, too.
+CONFIRMABLE_SHARE = 0.7
 
 
 def common_rate(found: Iterable[Capacity | None]) -> float | None:
@@ -24,7 +25,7 @@ def common_rate(found: Iterable[Capacity | None]) -> float | None:
     per second if none is below 1/s, else per minute, or per hour if none reaches ten a minute."""
     both = [
         (
-            capacity.confirmed_rate or NEAR * (capacity.estimated_rate or 0.0),
+            capacity.confirmed_rate or CONFIRMABLE_SHARE * (capacity.estimated_rate or 0.0),
             capacity.estimated_rate,
         )
         for capacity in found

@@ -116,12 +116,12 @@ def measured(options: CommandOptions) -> Level:
 def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     """Print the results of one level."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
-    asked = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
+    offered = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
     if has_sessions:
-        asked = f"{level.rate:.3g} conversations/s started, "
+        offered = f"{level.rate:.3g} conversations/s started, "
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
-        f"({asked}{formatting.requests(level.offered_rate, 3)} achieved)"
+        f"({offered}{formatting.requests(level.achieved_rate, 3)} achieved)"
     )
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())

@@ -1,7 +1,7 @@
 """Who runs on which cores: engine, API and load generator beside each other on one machine.
 
-divide_cores((0, 1))             # all share 0 and 1, the engine behind
-divide_cores((0, 1, 2, 3))       # the engine on two, API and load generator on one each
+divide_cores((0, 1))                       # all share 0 and 1; the engine has the lowest priority
+divide_cores((0, 1, 2, 3), engine_cores=2)   # the engine on 0 and 1, the API on 2, the client on 3
 """
 
 from __future__ import annotations
@@ -25,32 +25,43 @@ class Layout(msgspec.Struct, frozen=True):
 def divide_cores(
     usable: tuple[int, ...], engine_cores: int | None = None, quota: float | None = None
 ) -> Layout:
-    """Cores for engine, API and client. `engine_cores` are physical ones; None: as many as can be.
-    The engine has a thread for each of them, at most the whole cores of the CPU `quota`.
+    """Divide the usable logical cores among engine, API and client (the load generator).
 
-    Up to SHARED_CORES the engine has all; API and client have them too and go before it. With
-    more, or where it asks for so few, API and client get one physical core each, or share one of
-    two or three. Hyper-threads of a core stay together. Raises ValueError for too many.
+    `engine_cores`: physical cores of the engine; None: as many as possible. `quota`: the CPU quota
+    in cores; None: none. The engine has a thread for each of its physical cores, but not more than
+    the quota's whole cores. Hyper-threads of a physical core stay together.
+
+        physical cores   the engine has to itself at most   API and client then get
+        1                none                               the core, which all three share
+        2 or 3           all but 1                          that core together
+        4 or more        all but 2                          a core each
+
+    With up to SHARED_CORES logical cores, the engine may have all physical cores, and has them
+    unless `engine_cores` is low enough for the table. API and client then run on all usable cores
+    as well, with a higher priority. With more logical cores the table always holds.
+
+    Raises ValueError if the engine cannot have so many cores.
     """
     physical = _physical_cores(usable)
-    spare = 2 if len(physical) >= 4 else 1
-    apart = max(1, len(physical) - spare)
-    most = len(physical) if len(usable) <= SHARED_CORES else apart
-    count = engine_cores or most
-    if not 1 <= count <= most or engine_cores == 0:
+    other_cores = 2 if len(physical) >= 4 else 1  # for API and client
+    max_exclusive = max(1, len(physical) - other_cores)
+    max_engine = len(physical) if len(usable) <= SHARED_CORES else max_exclusive
+    count = max_engine if engine_cores is None else engine_cores
+    if not 1 <= count <= max_engine:
         raise ValueError(
-            f"{engine_cores} cores are not available for the engine; this machine has 1 to {most}"
+            f"{engine_cores} cores are not available for the engine; this machine has 1 to "
+            f"{max_engine}"
         )
     engine = tuple(core for group in physical[:count] for core in group)
     threads = whole_cores(count, quota)
-    if count > apart or len(physical) == 1:
+    if count > max_exclusive or len(physical) == 1:
         return Layout(engine, usable, usable, threads)
-    shared = ("API and client share a core",) if spare == 1 else ()
-    return Layout(engine, physical[-spare], physical[-1], threads, shared)
+    warnings = ("API and client share a core",) if other_cores == 1 else ()
+    return Layout(engine, physical[-other_cores], physical[-1], threads, warnings)
 
 
 def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The usable logical cores, grouped by the physical core they belong to."""
+    """Return the usable logical cores, grouped by the physical core that they belong to."""
     groups: dict[int, list[int]] = {}
     for core, physical in physical_of(sorted(usable)).items():
         groups.setdefault(physical, []).append(core)

@@ -152,6 +152,13 @@ def engine_pids(server: int) -> list[int]:
     return found
 
 
+def visible_devices(pid: int) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES of a process, which is a GPU's UUID for our engines; None: it is
+    not set, or cannot be read."""
+    value: str | None = tell(lambda: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"])
+    return value
+
+
 class Gpu:
     """The engine's NVIDIA GPU by NVML: what its driver does not tell is None.
 
@@ -161,26 +168,27 @@ class Gpu:
 
     def __init__(self, nvml: Any = None) -> None:
         """`nvml`: a module with pynvml's functions; None: pynvml itself."""
-        self._all: list[Any] = []
+        self._gpus: list[Any] = []  # NVML's handles
         with contextlib.suppress(Exception):  # no package, no driver, no device
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
-            self._all = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
 
     def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
-        """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
-        if not self._all:
+        """Return the gpu_* fields of a ResourceSample; {} if there is no GPU.
+
+        `engine`: process ids of the engine.
+        """
+        if not self._gpus:
             return {}
-        nvml, variable = self._nvml, "CUDA_VISIBLE_DEVICES"
-        engine_uuids = [
-            tell(lambda process=pid: psutil.Process(process).environ()[variable]) for pid in engine
-        ]
-        gpu = next((gpu for gpu in self._all if uuid_of(nvml, gpu) in engine_uuids), self._all[0])
+        nvml = self._nvml
+        engine_uuids = [visible_devices(pid) for pid in engine]
+        gpu = next((gpu for gpu in self._gpus if uuid_of(nvml, gpu) in engine_uuids), self._gpus[0])
 
         def throttled() -> list[str]:
-            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-            return [name for bit, name in THROTTLES.items() if bits & bit]
+            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+            return [name for bits, name in THROTTLES.items() if reasons & bits]
 
         return {
             "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, gpu).used)),
@@ -204,7 +212,8 @@ class Rapl:
         self._before: tuple[float, list[float]] | None = None
 
     def read(self) -> float | None:
-        """Mean since the last call; None at the first, without counters, where one began anew."""
+        """Return the mean watts since the last call. None: it is the first call, there are no
+        counters, or one of them was reset."""
         try:
             joules = [int((path / "energy_uj").read_text()) / 1e6 for path in self._packages]
         except (OSError, ValueError):

@@ -271,8 +271,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(seconds_inside.sum()) / (end - start)
 
     @property
-    def offered_rate(self) -> float:
-        """Requests/s that came due in the window (in the glossary: achieved rate)."""
+    def achieved_rate(self) -> float:
+        """Requests/s that came due in the window."""
         return float(self.counted.sum()) / self.window_seconds
 
     @property

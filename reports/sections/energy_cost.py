@@ -36,13 +36,21 @@ def cost(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
 
 
 def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
-    """Return dollars per million output tokens at the confirmed rate, for each device with a
-    price."""
-    rows, sentence = [], ""
-    for cell in (cell for answer in answers for cell in answer.cells):
+    """Return dollars per million output tokens on each device, at the confirmed rate or, where
+    none is confirmed, at the low end of the estimate. None: no device has both a price and a rate.
+
+    The sentence is about the largest model for which the cost is known.
+    """
+    cells = [cell for answer in answers for cell in answer.cells]
+    priced = [cell for cell in cells if _dollars_per_million_tokens(cell, data) is not None]
+    if not priced:
+        return None
+    largest = priced[-1]
+    _, grade_of_largest = sure_rate(largest)
+    rows = []
+    for cell in cells:
         price = price_of(cell, data)
         rate, grade = sure_rate(cell)
-        dollars = dollars_per_million_tokens(cell, price)
         rows.append(
             (
                 cell.model,
@@ -51,23 +59,17 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
                 formatting.rate(rate, rounded="down", like=cell.like) if rate else "–",
                 grade if rate else "–",
                 "not known" if price is None else formatting.dollars_per_hour(price),
-                dollars_in_words(dollars),
+                dollars_in_words(_dollars_per_million_tokens(cell, data)),
             )
         )
-        if dollars is not None:
-            sentence = (
-                f"At its list price, 1M output tokens of {cell.model} cost "
-                f"{dollars_in_words(dollars)} on this machine's {machine_words(data, GPU)} "
-                f"at the {RATE_NAMES[grade]}."
-            )
-    if not sentence:
-        return None
     shown_grades = {row[4] for row in rows}
     grades: tuple[Grade, ...] = ("confirmed", "estimated")
     return Section(
         slug="cost",
         title="Cost",
-        sentence=sentence,
+        sentence=f"At its list price, 1M output tokens of {largest.model} cost "
+        f"{dollars_in_words(_dollars_per_million_tokens(largest, data))} on this machine's "
+        f"{machine_words(data, GPU)} at the {RATE_NAMES[grade_of_largest]}.",
         grades=(*(grade for grade in grades if grade in shown_grades), "published"),
         table=table(
             ("model", "device", "machine", "rate", "grade", "price", "$ for 1M output tokens"),
@@ -77,6 +79,10 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
         note=f"{_price_words(data)} The cost assumes that the device is busy at that rate all the "
         "time. `crossover plan --run` calculates the cost for your forecast and prices.",
     )
+
+
+def _dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
+    return dollars_per_million_tokens(cell, price_of(cell, data))
 
 
 def _price_words(data: ReportData) -> str:

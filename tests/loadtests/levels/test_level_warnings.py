@@ -60,13 +60,25 @@ def test_a_quiet_level_has_no_warning() -> None:
             *(requests(60), {"generator_busy_share": 0.95}),
             *("GeneratorBusy", SERIOUS, "95% of the time"),
         ),
-        (requests(120, 120, lag=0.004), {"seconds": 120.0}, "LateSends", None, ""),
+        (requests(120, 120, send_delay=0.004), {"seconds": 120.0}, "LateSends", None, ""),
         # 6 ms cannot turn an SLO of 2 s
-        (requests(120, 120, lag=0.006), {"seconds": 120.0}, "LateSends", None, ""),
-        (requests(120, 120, lag=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "sent 21"),
-        (requests(60, 60, lag=0.0009, ttft=0.01), {}, "LateSends", None, ""),  # a millisecond
-        (requests(100, 1, lag=0.5), {"seconds": 120.0}, "LateSends", None, ""),  # beyond the p99
-        (requests(100, 2, lag=0.5), {"seconds": 120.0}, "LateSends", SERIOUS, "500 ms"),
+        (requests(120, 120, send_delay=0.006), {"seconds": 120.0}, "LateSends", None, ""),
+        (requests(120, 120, send_delay=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "sent 21"),
+        (
+            requests(60, 60, send_delay=0.0009, ttft=0.01),
+            {},
+            "LateSends",
+            None,
+            "",
+        ),  # a millisecond
+        (
+            requests(100, 1, send_delay=0.5),
+            {"seconds": 120.0},
+            "LateSends",
+            None,
+            "",
+        ),  # beyond the p99
+        (requests(100, 2, send_delay=0.5), {"seconds": 120.0}, "LateSends", SERIOUS, "500 ms"),
         (
             *(requests(60, 30, backend="llama_cpp/gpu"), {}, "FellBack", SERIOUS),
             "fake/cpu (30), llama_cpp/gpu (30)",

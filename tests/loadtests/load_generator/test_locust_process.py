@@ -1,4 +1,4 @@
-"""Locust as a real child against a server that knows the truth: due times, lag, drains."""
+"""Locust as a real child against a server that knows the truth: due times, send delay, drains."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
         math.isclose(record.scheduled_seconds, at, abs_tol=1e-6)
         for record, at in zip(by_index, due, strict=True)
     )
-    lags = [
+    send_delays = [
         record.sent_seconds - record.scheduled_seconds
         for record in records
         if record.sent_seconds is not None
     ]
-    assert len(lags) == len(records) and min(lags) >= 0
-    assert statistics.median(lags) < 0.003, "requests wait in the client"
+    assert len(send_delays) == len(records) and min(send_delays) >= 0
+    assert statistics.median(send_delays) < 0.003, "requests wait in the client"
     # The server agrees: requests arrived at their due times, not when slots became free.
     arrived = sorted(entry["arrived"] for entry in log.values())[2:]  # without those of the probe
     span = arrived[-1] - arrived[0]
