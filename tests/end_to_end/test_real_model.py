@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from crossover import cli
 from crossover.models.hf_config import read_spec
 from crossover.models.machine_limits import int8_bits
 from crossover.models.model_ladder import packaged_file
@@ -123,6 +125,7 @@ def test_an_answer_keeps_to_a_schema(url: str) -> None:
     assert found["capital"] == "Paris" and isinstance(found["country"], str)
 
 
+@pytest.mark.parametrize("url", ["llama_cpp"], indirect=True)  # below, a campaign loads both
 def test_load_is_put_on_it(url: str) -> None:
     command = [sys.executable, "-m", "crossover", "load", url, "--api", "chat", "--rate", "1"]
     command += ["--workload", "60x8", "--duration", "5"]
@@ -155,10 +158,10 @@ single_stream_seconds = 5
 
 
 def crossover(*words: str | Path) -> str:
-    command = [sys.executable, "-m", "crossover", *map(str, words)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout if ran.stdout.startswith("{") else ran.stdout + ran.stderr
+    """What the command line prints, within this process."""
+    done = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
+    return done.stdout
 
 
 @pytest.mark.timeout(300)
@@ -171,7 +174,10 @@ def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     file, runs = tmp_path / "Mine-Q4_1.gguf", tmp_path / "runs"
     file.symlink_to(packaged)
     campaign.write_text(OWN.format(file=file, folder=safetensors, cache=cache / "cache"))
-    said = crossover("campaign", "run", campaign, "--out", runs)
+    command = [sys.executable, "-m", "crossover", "campaign", "run", campaign, "--out", runs]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 0, said
     assert "Mine-Q4_1-llama_cpp" in said and f"{MODEL}-int8-onnx" in said
     assert "requests go through the model's chat template" in said
     (folder,) = runs.iterdir()

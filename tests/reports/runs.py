@@ -11,6 +11,7 @@ import msgspec
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.models.model_ladder import ladder_model
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
+from crossover.reports.render.html_page import page
 from crossover.reports.report_data import ReportData, read_report
 from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.section import Section
@@ -50,8 +51,28 @@ def shown() -> tuple[Path, ReportData, tuple[ModelAnswer, ...]]:
 
 
 @cache
+def short_run() -> Path:
+    """A run of the smallest and the largest model of the ladder: made once a process."""
+    return run_folder(Path(mkdtemp(prefix="crossover-report-")), '["135m", "8b"]')
+
+
+@cache
+def shown_page() -> str:
+    """The page of `shown`: made once a process."""
+    _, data, answers = shown()
+    return page(data, answers, sections_of(data, answers))
+
+
+@cache
 def h200() -> tuple[ReportData, list[ModelAnswer], dict[str, Section]]:
     """The run of a machine with a GPU, read once a process, with its sections by slug."""
     data = read_report(H200_RUN)
     answers = answers_of(data)
     return data, answers, {section.slug: section for section in sections_of(data, answers)}
+
+
+@cache
+def h200_page() -> str:
+    """The page of `h200`: made once a process."""
+    data, answers, sections = h200()
+    return page(data, answers, list(sections.values()))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crossover.reports.render.html_page import page
-from crossover.reports.sections.all_sections import sections_of
-from tests.reports.runs import h200, shown
+from tests.reports.runs import h200_page, shown_page
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
@@ -69,18 +66,9 @@ addEventListener("load", () => {
 """
 
 
-@cache
-def page_text(has_gpu: bool) -> str:
-    """The page of the simulated run, or of the run with a GPU: made once."""
-    if has_gpu:
-        data, gpu_answers, sections = h200()
-        return page(data, gpu_answers, [*sections.values()])
-    _, data, answers = shown()
-    return page(data, answers, sections_of(data, answers))
-
-
 def seen(script: str, folder: Path, *options: str, width: int = 1400, has_gpu: bool = False) -> Any:
-    return asked(page_text(has_gpu), EYES % script, folder, *options, width=width)
+    text = h200_page() if has_gpu else shown_page()
+    return asked(text, EYES % script, folder, *options, width=width)
 
 
 def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(

@@ -36,7 +36,7 @@ from crossover.reports.errors import ReportError
 from crossover.reports.export_run import export_run
 from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
-from crossover.reports.render import first_screen_png, html_page, json_and_csv, markdown
+from crossover.reports.render import first_screen_png, json_and_csv, markdown
 from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.crossover_map import crossover_map
@@ -44,7 +44,7 @@ from crossover.reports.sections.levels_table import levels_table
 from crossover.reports.sections.memory import memory
 from crossover.serving.capacity.simulated_capacity import Lengths, Server
 from tests.bench.device_fit.own_runs import table_of
-from tests.reports.runs import H200_RUN, h200, shown
+from tests.reports.runs import H200_RUN, h200, h200_page, shown
 
 HEADLINE = (
     "The CPU (16 cores of an Intel Xeon) serves up to llama-3.2-1b at an estimated 1.6 requests/s; "
@@ -251,7 +251,7 @@ def test_the_map_draws_a_measured_gpu_otherwise_than_a_predicted_one() -> None:
 
 def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_the_cpus() -> None:
     data, answers, sections = h200()
-    text = html_page.page(data, answers, list(sections.values()))
+    text = h200_page()
     plain = re.sub(r"\s+", " ", re.sub("<.*?>", " ", text)).replace("&#39;", "'")
     assert "Latency against request rate: llama-3.2-1b on the CPU (onnx int8)" in plain
     assert "Latency against request rate: llama-3.1-8b on the GPU (torch bf16)" in plain
