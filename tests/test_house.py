@@ -1,10 +1,22 @@
 """The rules of the house hold: tests/house.py says which."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.house import PACKAGES, check_imports, lines_of
+from tests.house import PACKAGES, ROOT, check_imports, lines_of
+
+
+def rooms_of_reports() -> list[str]:
+    """Return the modules of reports that the contract of its rooms lists."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [
+        contract["layers"]
+        for contract in contracts["contracts"]
+        if contract.get("containers") == ["crossover.reports"]
+    ]
+    return [room.strip() for layer in layers for room in layer.split("|")]
 
 
 def test_every_contract_is_kept() -> None:
@@ -37,11 +49,18 @@ def test_every_contract_is_kept() -> None:
             "in a circle",
         ),
         (
-            {"reports/page.py": "import crossover.models.shape\n", "models/shape.py": "x = 1\n"},
+            {"reports/answers/page.py": "import crossover.reports.render.html\n"},
+            "what computes answers is below",
+        ),
+        (
+            {
+                "reports/render/page.py": "import crossover.models.shape\n",
+                "models/shape.py": "x = 1\n",
+            },
             None,
         ),
     ],
-    ids=["upward", "modules", "packages", "kept"],
+    ids=["upward", "modules", "packages", "rooms", "kept"],
 )
 def test_import_linter_sees_a_fault_of_each_kind(
     tmp_path: Path, files: dict[str, str], broken: str | None
@@ -51,6 +70,10 @@ def test_import_linter_sees_a_fault_of_each_kind(
         (root / package).mkdir(parents=True)
         (root / package / "__init__.py").write_text("")
     (root / "__init__.py").write_text("")
+    for room in rooms_of_reports():
+        (root / "reports" / room).mkdir()
+        (root / "reports" / room / "__init__.py").write_text("")
+    (root / "reports" / "render" / "html.py").write_text("")
     (root / "serving" / "scheduler.py").write_text("")
     for name, text in files.items():
         (root / name).parent.mkdir(exist_ok=True)
