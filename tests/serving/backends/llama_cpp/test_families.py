@@ -88,7 +88,11 @@ def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
         expected = generate(alone, prompt, ANSWER)
         for at, (one, other) in enumerate(zip(answer, expected, strict=True)):
             if one != other:
-                assert tie([*prompt, *answer[:at]], one, other)
+                prefix = [*prompt, *answer[:at]]
+                # A router may also have chosen otherwise at an earlier token, which decoding
+                # computed by itself: as alone, with one token in each step.
+                as_decoded = FAMILIES[name].routes and generate(alone, prefix, 1, chunk=1) == [one]
+                assert as_decoded or tie(prefix, one, other)
                 return
 
     chat = Chat(backend)
