@@ -18,6 +18,7 @@ from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.errors import printable
+from crossover.serving.capacity.slo import LIMITS
 from crossover.serving.workload.request_lengths import in_words
 
 
@@ -71,10 +72,13 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
 def _asked(campaign: Campaign) -> str:
     """Return the SLO and the lengths of requests in words."""
     slo = campaign.slo
-    limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
-    told = [f"{name} {formatting.limit(value)}" for name, value in limits if value is not None]
+    limits = [
+        f"{name.upper()} {formatting.limit(value)}"
+        for name, key in LIMITS.items()
+        if (value := getattr(slo, key)) is not None
+    ]
     return (
-        f"SLO {slo.name}: {', '.join(told) or 'no limits'} for {100 * slo.target:.4g} % of "
+        f"SLO {slo.name}: {', '.join(limits) or 'no limits'} for {100 * slo.target:.4g} % of "
         f"requests; {in_words(campaign.workload)}"
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.progress import Progress
 from tests.loadtests.campaign.simulated import Simulated, campaign
@@ -42,12 +43,14 @@ def test_a_terminal_has_a_line_a_cell_and_the_time_left() -> None:
 
 def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: Path) -> None:
     plan = campaign(480, models='["135m", "360m"]', search="confirm = 1")
-    folder = Simulated().run(plan, tmp_path)
+    text = plan.text.replace("tpot_seconds = 0.2", "tpot_seconds = 0.2\ne2e_seconds = 30")
+    folder = Simulated().run(parse_campaign(text), tmp_path)
     out = StringIO()
     show_run(folder, Console(file=out, width=160))
     said = out.getvalue()
     for part in (
-        *("TTFT 1 s, TPOT 200 ms for 90 % of requests", "confirmed", "estimated", "1.5/s"),
+        "TTFT 1 s, TPOT 200 ms, E2E 30 s for 90 % of requests",
+        *("confirmed", "estimated", "1.5/s"),
         *("--confirm", "To confirm the estimates, which takes about "),
     ):
         assert part in said, part
