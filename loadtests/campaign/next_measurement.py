@@ -21,13 +21,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import (
     AS_ONE_BY_LEVELS,
     CONFIRMING_SHARE,
     confirming_seconds,
+    shortest_bounding_level,
+    shortest_level,
 )
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
@@ -48,7 +50,6 @@ MAX_SESSION_SECONDS = 300.0  # of warm-up, for conversations
 NARROW = 1.25  # between the highest rate that met the SLO and the lowest that missed it
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that was not confirmed: the next level is at most there
-MIN_BOUNDING_SECONDS = 15.0  # of a level that only bounds the capacity
 
 
 class SingleStream(NamedTuple):
@@ -65,17 +66,11 @@ class Calibrate(NamedTuple):
 
 
 class RunLevel(NamedTuple):
-    """A load level at a rate.
-
-    It is one of the campaign's own `rates` (given), it is meant to confirm a rate below the
-    estimate (confirm), it looks for the capacity without a step-time model (search), or it is too
-    short to confirm a rate and shows on which side of the capacity its rate is (bound).
-    """
+    """A load level at a rate."""
 
     rate: float  # requests/s
     seconds: float  # of its window, after the warm-up
     warmup_seconds: float
-    purpose: Literal["given", "confirm", "search", "bound"]
 
 
 class RestartServer(NamedTuple):
@@ -189,8 +184,7 @@ def _given_rate(progress: CellProgress) -> RunLevel | Stop:
     rates, measured = progress.search.rates, len(progress.loaded)
     if measured >= len(rates):
         return Stop("all rates of the campaign are measured")
-    seconds = progress.min_level_seconds
-    return RunLevel(rates[measured], seconds, progress.warmup_seconds, "given")
+    return RunLevel(rates[measured], progress.min_level_seconds, progress.warmup_seconds)
 
 
 def _verify_unloaded(
@@ -243,13 +237,14 @@ def _search_by_levels(progress: CellProgress) -> RunLevel | Stop:
     lower one."""
     start = progress.capacity.estimated_rate or _single_stream_rate(progress)
     outcomes = _outcomes(progress)
+    _, lowest_missed = _bounds(outcomes)
     rate = None if start is None else next_rate(outcomes, start)
     if rate is None:
         return Stop("no rate is left to try")
     repeats = sum(level.rate == rate for level in progress.loaded)
     if repeats and not progress.rates("misses"):
         # What seemed to miss the SLO proves no upper bound yet.
-        rate = NARROW * min(tried for tried, is_below in outcomes if not is_below)
+        rate = NARROW * lowest_missed
     elif repeats > MAX_LEVELS or (repeats and progress.capacity.is_confirmed):
         return Stop("the capacity is bounded closely enough")
     level = _confirming_level(progress, rate, is_search=True)
@@ -272,33 +267,40 @@ def _outcomes(progress: CellProgress) -> list[tuple[float, bool]]:
     return outcomes
 
 
+def _bounds(outcomes: Sequence[tuple[float, bool]]) -> tuple[float, float]:
+    """The highest rate below the capacity (0.0: none), and the lowest above it (inf: none)."""
+    missed = min((rate for rate, is_below in outcomes if not is_below), default=math.inf)
+    met = max((rate for rate, is_below in outcomes if is_below and rate < missed), default=0.0)
+    return met, missed
+
+
 def _confirming_level(
     progress: CellProgress, rate: float, *, is_search: bool = False
 ) -> RunLevel | Stop:
     """A level as long as proof takes, as far as the time left pays for it.
 
-    `is_search`: there is no step-time model, so it takes more requests to prove a rate; a level in
-    which not even all of them meeting the SLO would prove it is not run.
+    `is_search`: there is no step-time model, so it takes more requests to prove a rate; a level
+    that is too short to prove it, even if all its requests meet the SLO, is not run.
     """
-    rate = _rounded(rate)
-    affordable, shortest = progress.affordable_seconds, progress.min_level_seconds
-    needed = AS_ONE_BY_LEVELS * requests_to_hold(progress.slo) / rate if is_search else 0.0
-    if affordable < max(shortest, needed):
+    rate, slo, answer_seconds = _rounded(rate), progress.slo, progress.answer_seconds
+    affordable, needed = progress.affordable_seconds, progress.min_level_seconds
+    if is_search:
+        requests = AS_ONE_BY_LEVELS * requests_to_hold(slo)
+        needed = max(shortest_level(slo, answer_seconds, needed), requests / rate)
+    if affordable < needed:
         return _too_little_time(progress)
     wanted = confirming_seconds(
-        progress.slo,
+        slo,
         rate,
-        progress.answer_seconds,
+        answer_seconds,
         by_levels=is_search,
-        least_seconds=shortest,
+        least_seconds=progress.min_level_seconds,
     )
-    seconds = round(min(wanted, affordable), 1)
-    purpose: Literal["search", "confirm"] = "search" if is_search else "confirm"
-    return RunLevel(rate, seconds, progress.warmup_seconds, purpose)
+    return RunLevel(rate, round(min(wanted, affordable), 1), progress.warmup_seconds)
 
 
 def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
-    """A level that is too short to confirm a rate, and long enough for a verdict on it.
+    """A level that is too short to confirm a rate, and long enough to bound the capacity.
 
     Each takes at most half of the time left, where that is enough for a verdict; a rate that is too
     low for a verdict in all of the time left is raised.
@@ -306,22 +308,20 @@ def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
     capacity, affordable = progress.capacity, progress.affordable_seconds
     if capacity.is_confirmed and capacity.high is not None:
         return _too_little_time(progress)
-    outcomes = _outcomes(progress)
+    outcomes, shortest = _outcomes(progress), shortest_bounding_level(progress.slo)
     rate = _bounding_rate(progress, outcomes)
-    if rate is None or affordable < MIN_BOUNDING_SECONDS:
+    if rate is None or affordable < shortest:
         return _too_little_time(progress)
     requests = MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)  # all of which would meet the SLO
     rate = _rounded(max(rate, 1.05 * requests / affordable))
-    missed = [tried for tried, is_below in outcomes if not is_below]
-    met = [tried for tried, is_below in outcomes if is_below and tried < min(missed, default=rate)]
-    is_between = max(met, default=0.0) < rate < min(missed, default=math.inf)
-    if not is_between:
+    met, missed = _bounds(outcomes)
+    if not met < rate < missed:
         return _too_little_time(progress)
-    shortest = max(MIN_BOUNDING_SECONDS, 1.05 * requests / rate)
+    shortest = max(shortest, 1.05 * requests / rate)
     # With so many requests some may miss the SLO, as in confirming_seconds.
     wanted = requests / 0.75**2 / rate
     seconds = min(affordable, max(shortest, min(wanted, affordable / 2)))
-    return RunLevel(rate, round(seconds, 1), progress.warmup_seconds, "bound")
+    return RunLevel(rate, round(seconds, 1), progress.warmup_seconds)
 
 
 def _bounding_rate(progress: CellProgress, outcomes: list[tuple[float, bool]]) -> float | None:
@@ -333,14 +333,11 @@ def _bounding_rate(progress: CellProgress, outcomes: list[tuple[float, bool]]) -
     if lowest is None:
         return None
     highest = max(lowest, NARROW * (progress.burst_rate or 0.0))
-    missed = min((rate for rate, is_below in outcomes if not is_below), default=None)
-    met = max((rate for rate, is_below in outcomes if is_below), default=None)
-    if not outcomes:
+    met, missed = _bounds(outcomes)
+    if missed == math.inf and highest > NARROW * met:
         return highest
-    if met is None and missed is not None and missed > NARROW * lowest:
+    if not met and missed > NARROW * lowest:
         return lowest
-    if missed is None and met is not None and highest > NARROW * met:
-        return highest
     return next_rate(outcomes, lowest)
 
 
@@ -360,12 +357,11 @@ def next_rate(outcomes: Sequence[tuple[float, bool]], start: float) -> float | N
     sides of the capacity are known and near enough, it is the lower one again. `start`: where to
     begin: the rate of a single stream, or what a rough step-time model says.
     """
-    high = min((rate for rate, is_below in outcomes if not is_below), default=math.inf)
-    low = max((rate for rate, is_below in outcomes if is_below and rate < high), default=0.0)
+    met, missed = _bounds(outcomes)
     if not outcomes:
         return start
-    if high == math.inf:
-        return 2 * low
-    if not low:
-        return high / 2 if high / 2 >= LOWEST * start else None
-    return low if high / low <= NARROW * 1.001 else math.sqrt(low * high)
+    if missed == math.inf:
+        return 2 * met
+    if not met:
+        return missed / 2 if missed / 2 >= LOWEST * start else None
+    return met if missed / met <= NARROW * 1.001 else math.sqrt(met * missed)

@@ -53,6 +53,10 @@ SLOW_RATE = 3.0  # requests/s
 TTFT_LIMITS = 30.0  # of which such a level is long: an overload of 1/30 shows within it
 ANSWERS = 20.0  # E2E times of a single-stream request that it is long, too
 ROUNDING = 0.98  # of the time asked: a window ends with a request
+# A level that is too short to confirm a rate bounds the capacity from below if an overload of a
+# tenth shows within it: of simulated levels at 1.1 x the capacity, 12 % met the SLO if they were
+# ten times as long as the TTFT limit, and 85 % if they were 1.5 times as long.
+MIN_BOUNDING_SECONDS, BOUNDING_LIMITS = 15.0, 10.0
 # Requests that count as one where no step-time model says that the limit is higher. A level of four
 # minutes at the limit, or two at 1.1 x the limit, has only good requests in 25 to 30 % of cases by
 # the luck of its arrivals; with this floor 2 to 7 % of levels at 1.1 x the limit hold (1.3: 3 to 23
@@ -128,7 +132,8 @@ def estimate(
         found = _by_step_times(
             simulate, level_factors, speed_factors, min(missed_rates, default=math.inf)
         )
-    return _with_lower_bound(_confirmed(_below(found, failed), seen, slo, least_seconds), loaded)
+    found = _confirmed(_below(found, failed), seen, slo, least_seconds)
+    return _with_lower_bound(found, loaded, ROUNDING * shortest_bounding_level(slo))
 
 
 def confirmed_rate(
@@ -187,6 +192,13 @@ def shortest_level(slo: Slo, alone_seconds: float | None, least_seconds: float) 
     """
     ttft_seconds = slo.ttft_seconds or 0.0
     return max(least_seconds, TTFT_LIMITS * ttft_seconds, ANSWERS * (alone_seconds or 0.0))
+
+
+def shortest_bounding_level(slo: Slo) -> float:
+    """Return the seconds of the shortest window that can bound the capacity from below."""
+    limits = (slo.ttft_seconds, slo.ttfa_seconds, slo.e2e_seconds)  # a queue may be so long
+    shortest_limit = min((limit for limit in limits if limit is not None), default=0.0)
+    return max(MIN_BOUNDING_SECONDS, BOUNDING_LIMITS * shortest_limit)
 
 
 def _misses_unloaded(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
@@ -360,7 +372,9 @@ def _confirmed(
     )
 
 
-def _with_lower_bound(found: Capacity, loaded: Sequence[Counted]) -> Capacity:
+def _with_lower_bound(
+    found: Capacity, loaded: Sequence[Counted], shortest_seconds: float
+) -> Capacity:
     """With the highest rate of a level that met the SLO as the lower bound, where there is no
     step-time model and the levels were too short to confirm a rate."""
     if found.is_confirmed or found.method != "levels":
@@ -368,7 +382,9 @@ def _with_lower_bound(found: Capacity, loaded: Sequence[Counted]) -> Capacity:
     met = [
         min(each.rate, each.judged.due / each.level.window_seconds)
         for each in loaded
-        if each.judged.verdict == "meets" and each.rate < (found.high or math.inf)
+        if each.judged.verdict == "meets"
+        and each.rate < (found.high or math.inf)
+        and each.level.window_seconds >= shortest_seconds
     ]
     if not met:
         return found

@@ -126,6 +126,13 @@ def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -
     assert "too short to confirm a rate" in found.reason and world.now > 80
     assert "no rate confirmed, capacity " in world.said.getvalue()
 
+    # A queue that may be 10 s long does not show in a short level, which bounds nothing then.
+    folder = Simulated(chunk=4).run(campaign(100, ttft=10.0), tmp_path)
+    assert rates(folder) == [] and found_in(folder).low is None
+    folder = Simulated(chunk=4).run(campaign(200, ttft=10.0), tmp_path)
+    (level,) = (one for one in started(folder) if one.rate_per_second is not None)
+    assert level.window_seconds == pytest.approx(100.0) and found_in(folder).low
+
     # A model that does not fit: the bursts say where to begin.
     folder = Simulated(noise=0.6).run(campaign(120, more="seed = 4"), tmp_path)
     check_folder(folder)
