@@ -3,11 +3,7 @@ load level that confirms it.
 
     capacity = CellRun(state, part, progress, clock).run(open_bench)
 
-    start -> single streams -> bursts -> step-time model -> estimated capacity Y -> a level at 0.8 Y
-    -> a correction factor from its steps -> Y again. Done if the level met the SLO and Y is at most
-    1.4 times its rate; otherwise one more level.
-
-What comes next is decided by `next_measurement` from what is on record, and is carried out and
+What comes next is decided by next_measurement.py from what is on record, and is carried out and
 recorded here. Everything that is needed to continue after a kill is in `state`, which is read from
 the run folder. A ServerBench measures on a server that is ready.
 """

@@ -3,8 +3,8 @@
     with Progress() as progress:
         progress.found("360m", "now", left_seconds=480)
         progress.say("cell 1 of 2, 360m: at most 4 min of measuring")
-        progress.tick("360m: 1.6 requests/s: 84 of 86 good, 43 s left", fraction=0.4)
-        progress.found("360m", "limit about 2.0/s (1.6-2.5)")
+        progress.tick("360m, 1.6 requests/s: 84 answered, 43 s left", fraction=0.4)
+        progress.found("360m", "no rate confirmed, estimated capacity 2.0/s (1.6–2.5)")
 
 On a terminal the cells stand below what was said, each with what is known of it so far, and below
 them what is done now and how long it may still take; `detail` is not shown there. Elsewhere (a log,

@@ -1,7 +1,7 @@
 """Calibration: some 20 s of requests out of which the step-time model is fitted.
 
-    made = calibrate(ask, workload, slots=8, seconds=20.0, alone=[single_stream_level])
-    made.step_times, made.reason       # the step-time model, or why there is none
+    calibration = calibrate(send_burst, workload, 8, 20.0, [single_stream_level])
+    calibration.step_times, calibration.reason     # the step-time model, or why there is none
 
 Single streams tell what a prompt and one decode row cost. Then come two bursts: streams that are
 sent at one moment and end one after the other, so that each tells a step's time at several numbers
@@ -71,9 +71,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # why there is no step-time model
 
 
-SendBurst = Callable[
-    [Burst], Level | None
-]  # sends a burst and waits for its end; None: it tells nothing
+# Sends a burst and waits for its end; None: it tells nothing.
+SendBurst = Callable[[Burst], Level | None]
 
 
 def calibrate(

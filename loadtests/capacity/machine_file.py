@@ -96,8 +96,7 @@ def read_machine_file(path: Path) -> MachineFile:
 
 
 def _in_the_current_version(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a file of version 2, which called the step-time model a step-time model, as one of
-    today."""
+    """Return a file of version 2, which called the step-time model `law`, as one of today."""
     models = [
         {"step_times" if key == "law" else key: value for key, value in model.items()}
         if isinstance(model, dict)
