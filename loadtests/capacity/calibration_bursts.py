@@ -233,43 +233,46 @@ def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:
     return tokens[::-1]
 
 
-def seconds_outside_engine(alone: Sequence[Level]) -> float | None:
-    """Return the mean time of a single request less the engine's busy time; None where the engine
-    told no time, or a request failed."""
+def seconds_outside_engine(single_streams: Sequence[Level]) -> float | None:
+    """Return the mean E2E of a single-stream request less the engine's busy time; None where the
+    engine has no clock of its own, or a request failed."""
     seconds, requests = 0.0, 0
-    for level in alone:
-        told = level.finished.engine_time if level.finished else None
-        if told is None or not np.isfinite(level.e2e).all():
+    for level in single_streams:
+        engine_time = level.finished.engine_time if level.finished else None
+        if engine_time is None or not np.isfinite(level.e2e).all():
             continue
-        seconds += float(level.e2e.sum()) - told.device_seconds - told.host_seconds
+        seconds += float(level.e2e.sum()) - engine_time.device_seconds - engine_time.host_seconds
         requests += len(level.e2e)
     return seconds / requests if requests else None
 
 
 def request_seconds(
-    step_times: StepTimeModel, settings: SchedulerSettings, alone: Sequence[Level]
+    step_times: StepTimeModel, settings: SchedulerSettings, single_streams: Sequence[Level]
 ) -> float | None:
-    """Return the mean seconds by which the TTFT of single requests is above what the model says of
-    their steps, at most what they spent outside the engine by its own clock. None where the engine
-    told no time.
+    """Return the mean seconds by which the TTFT of single-stream requests is above what the model
+    says of their steps, at most what they spent outside the engine by its own clock. None where the
+    engine has no such clock.
 
     The model is fitted to TTFT too, so it has a part of that time already, on a CPU all of it.
     """
-    outside = seconds_outside_engine(alone)
-    if outside is None:
+    outside_seconds = seconds_outside_engine(single_streams)
+    if outside_seconds is None:
         return None
     model = msgspec.structs.replace(step_times, request_seconds=None)
-    beyond = []
-    for level in alone:
+    excess_seconds: list[float] = []
+    for level in single_streams:
         prompt = np.where(
             np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
         )
-        known = np.isfinite(prompt) & np.isfinite(level.ttft)
-        prompt = prompt[known].astype(np.int64)
-        cached = np.nan_to_num(level.cached_tokens[known]).astype(np.int64)
+        is_known = np.isfinite(prompt) & np.isfinite(level.ttft)
+        prompt = prompt[is_known].astype(np.int64)
+        cached = np.nan_to_num(level.cached_tokens[is_known]).astype(np.int64)
         lengths = Lengths(prompt, np.ones_like(prompt), cached)
-        beyond += (level.ttft[known] - Server(model, settings, lengths).alone().ttft).tolist()
-    return min(max(float(np.mean(beyond)), 0.0), max(outside, 0.0)) if beyond else None
+        modeled_ttft = Server(model, settings, lengths).alone().ttft
+        excess_seconds += (level.ttft[is_known] - modeled_ttft).tolist()
+    if not excess_seconds:
+        return None
+    return min(max(float(np.mean(excess_seconds)), 0.0), max(outside_seconds, 0.0))
 
 
 def most_at_once(level: Level) -> int:
