@@ -101,8 +101,13 @@ def reuse_words(found: Capacity, like: float | None = None, name: str = "") -> s
         return ""
     like = like or common_rate([found])
     if not found.estimated_rate_without_reuse:
-        where = f" of {name}" if name else ""
-        return f"Without prefix caching even one conversation at a time{where} misses the SLO."
+        if not name:
+            return "Without prefix caching even one conversation at a time misses the SLO."
+        after = formatting.of_requests(formatting.rate(found.estimated_rate, like=like))
+        return (
+            f"Without prefix caching {name} misses the SLO even with one conversation at a time; "
+            f"with it the capacity is {after}."
+        )
     before, after = (
         formatting.rate(rate, like=like)
         for rate in (found.estimated_rate_without_reuse, found.estimated_rate)

@@ -220,11 +220,14 @@ def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
             capacity.reason if capacity.estimated_rate is None else method,
             capacity_text.speed_words(capacity),
             capacity_text.users_words(capacity),
-            capacity_text.reuse_words(capacity, cell.like),
         )
-        detail = "; ".join(filter(None, details))
-        if (binding := binding_of(cell, slo)) is not None:
-            detail += f". {sentence_of(binding)}"
+        binding = binding_of(cell, slo)
+        sentences = (
+            f"{'; '.join(filter(None, details))}.",
+            capacity_text.reuse_words(capacity, cell.like),
+            "" if binding is None else sentence_of(binding),
+        )
+        detail = " ".join(filter(None, sentences))
     return TableCell(text=text, grade="estimated", detail=detail)
 
 

@@ -99,7 +99,7 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
         if cell.capacity is not None and (text := reuse_words(cell.capacity, cell.like)):
             users = users_words(cell.capacity)
-            serves = f" It serves {users}." if users else ""
+            serves = f" The estimated capacity serves {users}." if users else ""
             advice = "Slots hold histories: with fewer of them than users, histories are evicted."
             yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
         if cell.capacity is not None and cell.capacity.advice:

@@ -129,6 +129,10 @@ def test_what_reuse_is_worth_and_how_many_users() -> None:
         state="confirmed", method="step_times", estimated_rate=2.0, estimated_rate_without_reuse=0.0
     )
     assert "even one conversation at a time misses the SLO" in reuse_words(never)
+    assert reuse_words(never, name="llama-3.2-1b on the CPU") == (
+        "Without prefix caching llama-3.2-1b on the CPU misses the SLO even with one conversation "
+        "at a time; with it the capacity is 2.0 requests/s."
+    )
     assert reuse_words(Capacity(state="confirmed", estimated_rate=2.0)) == ""
     assert users_words(Capacity(state="confirmed", users=33.7)) == "about 34 users at a time"
     assert users_words(Capacity(state="confirmed")) == ""
