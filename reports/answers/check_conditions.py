@@ -20,6 +20,7 @@ import msgspec
 from crossover.models import formatting
 from crossover.models.formatting import GIB
 from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.reports.answers.energy_and_cost import sure_rate
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.errors import ReportError
 from crossover.reports.report_data import SIDE_NAMES, CellData
@@ -50,12 +51,6 @@ def _tpot_seconds(cell: CellData) -> float | None:
     return None if cell.single_stream is None else cell.single_stream.tpot_seconds
 
 
-def _sure_rate(cell: CellData) -> float | None:
-    if cell.capacity is None or cell.confirmed_rate:
-        return cell.confirmed_rate
-    return cell.capacity.low
-
-
 def _peak_gib(cell: CellData) -> float | None:
     peak_bytes = cell.memory.measured_bytes
     return None if peak_bytes is None else peak_bytes / GIB
@@ -67,7 +62,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
     "estimated": ("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
     "capacity": (
         "the confirmed rate, else the lower end of the estimate's 90 % interval, requests/s",
-        _sure_rate,
+        lambda cell: sure_rate(cell)[0],
     ),
     "ttft": ("median TTFT of a single request, s", _ttft_seconds),
     "tpot": ("median TPOT of a single request, s", _tpot_seconds),

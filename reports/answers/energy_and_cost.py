@@ -19,11 +19,10 @@ RATE_NAMES: dict[Grade, str] = {
 
 def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
     """Return the confirmed rate, or the lower end of the estimate, and its grade; None: neither is
-    known."""
+    known; 0.0: the SLO is missed unloaded."""
     if cell.confirmed_rate:
         return cell.confirmed_rate, "confirmed"
-    low = None if cell.capacity is None else cell.capacity.low
-    return low or None, "estimated"
+    return None if cell.capacity is None else cell.capacity.low, "estimated"
 
 
 def price_of(cell: CellData, data: ReportData) -> float | None:
@@ -31,12 +30,12 @@ def price_of(cell: CellData, data: ReportData) -> float | None:
     return data.gpu.dollars_per_hour if cell.side == GPU and data.gpu is not None else None
 
 
-def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
+def dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
     """Return dollars for a million output tokens at `sure_rate`; None: price or rate is not known.
 
     dollars = dollars per hour / (3600 s * rate * mean output tokens) * 1e6
     """
-    rate, _ = sure_rate(cell)
+    dollars_per_hour, (rate, _) = price_of(cell, data), sure_rate(cell)
     if not dollars_per_hour or not rate or cell.traffic is None:
         return None
     return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
@@ -99,11 +98,12 @@ def _lines_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Itera
         if not served:
             continue
         largest = served[-1]
-        price, (_, grade) = price_of(largest, data), sure_rate(largest)
-        dollars = dollars_per_million_tokens(largest, price)
+        dollars = dollars_per_million_tokens(largest, data)
         if dollars is not None:
+            price = formatting.dollars_per_hour(price_of(largest, data))
+            _, grade = sure_rate(largest)
             yield (
-                f"{machine_words(data, side)} ({formatting.dollars_per_hour(price)}): "
+                f"{machine_words(data, side)} ({price}): "
                 f"{dollars_in_words(dollars)} per million output tokens of {largest.model} at the "
                 f"{RATE_NAMES[grade]}; energy per token: {joules_in_words(joules_of(largest))}."
             )

@@ -14,7 +14,6 @@ from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.energy_and_cost import (
     dollars_per_million_tokens,
     joules_of,
-    price_of,
     takeover_dollars_per_million_tokens,
 )
 from crossover.reports.answers.first_screen import first_screen_of
@@ -69,9 +68,7 @@ def _gpu_record(data: ReportData) -> dict[str, Any] | None:
 
 def _answer_record(answer: ModelAnswer, data: ReportData) -> dict[str, Any]:
     """Return a model's best configuration on each device, and what is predicted of GPUs."""
-    dollars = {
-        cell.side: dollars_per_million_tokens(cell, price_of(cell, data)) for cell in answer.cells
-    }
+    dollars = {cell.side: dollars_per_million_tokens(cell, data) for cell in answer.cells}
     return {
         "model": answer.model,
         "cpu": None if answer.cpu is None else answer.cpu.key,

@@ -42,7 +42,7 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
     The sentence is about the largest model for which the cost is known.
     """
     cells = [cell for answer in answers for cell in answer.cells]
-    priced = [cell for cell in cells if _dollars_per_million_tokens(cell, data) is not None]
+    priced = [cell for cell in cells if dollars_per_million_tokens(cell, data) is not None]
     if not priced:
         return None
     largest = priced[-1]
@@ -59,7 +59,7 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
                 formatting.rate(rate, rounded="down", like=cell.like) if rate else "–",
                 grade if rate else "–",
                 "not known" if price is None else formatting.dollars_per_hour(price),
-                dollars_in_words(_dollars_per_million_tokens(cell, data)),
+                dollars_in_words(dollars_per_million_tokens(cell, data)),
             )
         )
     shown_grades = {row[4] for row in rows}
@@ -68,7 +68,7 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
         slug="cost",
         title="Cost",
         sentence=f"At its list price, 1M output tokens of {largest.model} cost "
-        f"{dollars_in_words(_dollars_per_million_tokens(largest, data))} on this machine's "
+        f"{dollars_in_words(dollars_per_million_tokens(largest, data))} on this machine's "
         f"{machine_words(data, GPU)} at the {RATE_NAMES[grade_of_largest]}.",
         grades=(*(grade for grade in grades if grade in shown_grades), "published"),
         table=table(
@@ -79,10 +79,6 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
         note=f"{_price_words(data)} The cost assumes that the device is busy at that rate all the "
         "time. `crossover plan --run` calculates the cost for your forecast and prices.",
     )
-
-
-def _dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
-    return dollars_per_million_tokens(cell, price_of(cell, data))
 
 
 def _price_words(data: ReportData) -> str:
