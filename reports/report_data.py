@@ -118,8 +118,7 @@ class SingleStream(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     ttft_seconds: float | None  # None: no request was answered
     tpot_seconds: float | None  # None: no answer had a second chunk
-    # Whether SLO attainment reaches the target; None: too few requests to decide. In JSON it has
-    # its first name.
+    # Whether SLO attainment reaches the target; None: too few requests to decide.
     meets_slo: bool | None = msgspec.field(name="is_good")
 
 
@@ -133,7 +132,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     warnings: tuple[NamedWarning, ...] = ()
 
     def load(self, like: float | None) -> str:
-        """Return the load in words: `1.8/s`, `8 users`, `alone`. `like`: that of the cell."""
+        """Return the load in words: `1.8/s`, `8 users`, `single stream`. `like`: that of the cell."""
         return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:
@@ -259,7 +258,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def single_stream_levels(self) -> list[Level]:
         """The levels of one request at a time."""
-        return [one.level for one in self.levels if one.level.is_single_stream]
+        return [measured.level for measured in self.levels if measured.level.is_single_stream]
 
     @property
     def single_stream(self) -> SingleStream | None:

@@ -35,7 +35,7 @@ FACTS = {
     "logical_cores": "logical cores",
     "memory_total_bytes": "memory",
     "gpus": "GPUs",
-    "virtualisation": "virtualisation",
+    "virtualisation": "virtualization",
     "system": "system",
 }
 

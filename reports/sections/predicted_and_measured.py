@@ -42,7 +42,7 @@ def predicted_and_measured(data: ReportData, answers: Sequence[ModelAnswer]) -> 
             )
         )
         sentence = (
-            f"Without this run the catalogue predicts {predicted} of {cell.model} for "
+            f"Without this run the catalog predicts {predicted} of {cell.model} for "
             f"{prediction.name}; the capacity from measured step times is {estimated}."
         )
     if not rows:
