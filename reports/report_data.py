@@ -132,7 +132,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     warnings: tuple[NamedWarning, ...] = ()
 
     def load(self, like: float | None) -> str:
-        """Return the load in words: `1.8/s`, `8 users`, `single stream`. `like`: that of the cell."""
+        """Return `1.8/s`, `8 users` or `single stream`. `like`: that of the cell."""
         return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:

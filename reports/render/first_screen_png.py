@@ -87,7 +87,7 @@ def drawing(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
         for x, column, cell in zip(lefts, screen.columns, cells, strict=True):
             color = GRADE_COLORS[column.side].get(cell.grade or "", INK)
             color = PREDICTED_TEXT if cell.grade == "predicted" else color
-            text(x, cell.text[:MAX_CHARACTERS], size + 0.5, color)
+            text(x, _shortened(cell.text), size + 0.5, color)
     y += 34
     for sentence in screen.lines:
         for line in wrap(sentence, 150):
@@ -115,6 +115,13 @@ def drawing(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
         f'height="{y + 24:.0f}" font-family="{escape(FONT)}">'
         f'<rect width="100%" height="100%" fill="{PAPER}"/>{"".join(parts)}</svg>'
     )
+
+
+def _shortened(text: str) -> str:
+    """Return a text that fits a table cell. An ellipsis says that something is cut off, so that a
+    cut price is not read as a smaller one."""
+    is_short = len(text) <= MAX_CHARACTERS
+    return text if is_short else f"{text[: MAX_CHARACTERS - 1].rstrip()}…"
 
 
 def _key(

@@ -78,8 +78,8 @@ def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | Non
         table=_table(capacities, answer.cells[-1].like),
         note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "
         "(tensor parallelism), and they exchange activations over their link twice per layer. "
-        "Copies of the model on each (replicas) serve as many times the rate instead, and answer no "
-        "faster.",
+        "Copies of the model on each (replicas) serve as many times the rate instead, and answer "
+        "no faster.",
     )
 
 
