@@ -57,7 +57,7 @@ from crossover.serving.placement.fastest_backend import (
     BEST,
     USUAL,
     EngineCandidate,
-    Question,
+    EngineQuestion,
     fastest_backend,
     known_times,
     step_times_of_timings,
@@ -165,7 +165,7 @@ def _capacity_on_cpu(step_times: StepTimeModel, campaign: Campaign) -> Simulated
     return capacity(step_times, cpu_settings(campaign.server), campaign.workload, campaign.slo)
 
 
-def question_of(cell: Cell, campaign: Campaign) -> Question:
+def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
     """What the cell's engines are timed with."""
     server, layout = campaign.server, layout_of(cell, campaign)
     assert layout is not None
@@ -177,7 +177,7 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
             spec = resolve(cell.source, kind=kind, cache=server.cache).spec
         engines = _engines_to_compare(cell, campaign)
     assert spec is not None
-    return Question(
+    return EngineQuestion(
         source=cell.source,
         request=_placement(campaign, cell, spec, Policy.cpu_only),
         threads=server.threads or layout.engine_threads,

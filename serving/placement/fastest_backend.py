@@ -149,7 +149,7 @@ class EngineChoice(NamedTuple):
     threads: int | None = None  # None: only the requested number was measured
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine serves this model best on the CPU, under this workload and SLO?"""
 
     source: str  # a ladder model, a file or a folder
@@ -194,7 +194,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fastest_backend(
-    question: Question, facts: HardwareFacts, say: Say, progress: Progress
+    question: EngineQuestion, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineChoice:
     """Return the best engine for the question.
 
@@ -258,7 +258,7 @@ def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[Engine
 
 
 def _reason(
-    question: Question, best: EngineCandidate, candidates: Sequence[EngineCandidate]
+    question: EngineQuestion, best: EngineCandidate, candidates: Sequence[EngineCandidate]
 ) -> str:
     """Return why this engine was chosen, in one sentence with the workload, the SLO and the
     capacities of all candidates."""
@@ -300,7 +300,11 @@ def _capacity_text(simulated: SimulatedCapacity | None, unit_rate: float) -> str
 
 
 def known_times(
-    question: Question, engine: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
+    question: EngineQuestion,
+    engine: EngineCandidate,
+    facts: HardwareFacts,
+    say: Say,
+    progress: Progress,
 ) -> EngineTimes | None:
     """Return the engine's times for the model: saved times if they were undisturbed, else times
     measured now, even if other processes disturb these too.
@@ -347,7 +351,7 @@ def known_times(
 
 
 def _candidate(
-    question: Question, facts: HardwareFacts, backend: str, weight_format: str
+    question: EngineQuestion, facts: HardwareFacts, backend: str, weight_format: str
 ) -> EngineCandidate:
     """Return the engine as a candidate, with the reason if it cannot run on this machine."""
     why_not = missing_backends().get(backend, "")
@@ -359,7 +363,7 @@ def _candidate(
 
 
 def _with_times(
-    question: Question,
+    question: EngineQuestion,
     candidate: EngineCandidate,
     facts: HardwareFacts,
     say: Say,
@@ -402,7 +406,7 @@ def _with_times(
 
 
 def _with_capacities(
-    question: Question, candidates: Sequence[EngineCandidate]
+    question: EngineQuestion, candidates: Sequence[EngineCandidate]
 ) -> list[EngineCandidate]:
     """Return the candidates with the capacities of those that were measured. If none of them meets
     the SLO unloaded, all capacities are without latency limits."""
@@ -456,8 +460,8 @@ def table_path(cache: str | Path | None) -> Path:
 
 
 def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
-    """Return the saved times by Question.key. Empty if the file cannot be read, or was written on
-    another machine or with other versions of the engines' libraries."""
+    """Return the saved times by EngineQuestion.key. Empty if the file cannot be read, or was
+    written on another machine or with other versions of the engines' libraries."""
     try:
         content = table_path(cache).read_bytes()
         machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])

@@ -41,7 +41,7 @@ from crossover.serving.hardware.gpus import GpuFacts, render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from crossover.serving.placement.fastest_backend import (
     EngineChoice,
-    Question,
+    EngineQuestion,
     fastest_backend,
     rank,
 )
@@ -356,13 +356,13 @@ def best_for(
 
 def question_of(
     model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
-) -> Question | None:
+) -> EngineQuestion | None:
     """Return the question of which CPU engine serves this ladder model best; None if the user named
     a backend, set backend options or turned the choice off, and for other models."""
     has_choice = model.backend is None and not model.options and is_ladder_model(model.source)
     if not (model.calibration and has_choice):
         return None
-    return Question(
+    return EngineQuestion(
         source=model.source,
         request=request,
         threads=split.threads,

@@ -22,8 +22,8 @@ from crossover.serving.placement import fastest_backend as fastest_backend_modul
 from crossover.serving.placement.fastest_backend import (
     EngineCandidate,
     EngineChoice,
+    EngineQuestion,
     EngineTimes,
-    Question,
     fastest_backend,
     measure,
     measured_times,
@@ -55,13 +55,13 @@ def times(seconds: float) -> EngineTimes:
     )
 
 
-def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> Question:
+def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> EngineQuestion:
     request = PlacementRequest(
         model=ladder_model(model).spec,
         settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
     )
     settings: dict[str, Any] = {"may_measure": False, "workload": WORK, **more}
-    return Question(
+    return EngineQuestion(
         source=model,
         request=request,
         threads=1,

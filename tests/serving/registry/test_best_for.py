@@ -12,8 +12,8 @@ from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement.fastest_backend import (
     EngineCandidate,
+    EngineQuestion,
     EngineTimes,
-    Question,
     save_times,
 )
 from crossover.serving.placement.placement_policy import PlacementRequest
@@ -27,7 +27,7 @@ SPEC = ladder_model("135m").spec
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """Where onnx is twice as quick with one thread. No weights are made yet."""
-    question = Question(
+    question = EngineQuestion(
         source="135m",
         request=PlacementRequest(model=SPEC),
         threads=1,
