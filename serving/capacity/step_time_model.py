@@ -1,5 +1,4 @@
-"""The step-time model of one engine on one machine: seconds of a step by what is in it, in six
-numbers.
+"""The step-time model of one engine on one machine: seconds of a step from its rows and tokens.
 
     >>> model = StepTimeModel(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
     >>> round(model.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
@@ -8,19 +7,18 @@ numbers.
     t = base + row * decode rows + prompt * prompt tokens + context * tokens of context
              + pass * (passes - 1) + expert * sum over the passes of (1 - (1 - k/E)^tokens)
 
-Context is the tokens in the KV of all decoding rows together. A pass is one run through the
+The context is the tokens in the KV of all decoding rows together. A pass is one run through the
 weights: engines on CPUs compute the decode rows of a step in one pass and each prompt in another.
 
-The sixth number is of mixtures of experts, whose tokens go through k of E experts each: a pass
-reads those experts that one of its tokens is routed to. One row reads few, and 16 rows read most of
-them, so that a step grows with its rows until all experts are read. `expert` is the seconds that
-reading all of them takes. It is 0 for dense models, and where weights are not what limits a step.
+The last term is that of mixtures of experts. Each token is routed to k of E experts, and a pass
+reads the experts that at least one of its tokens is routed to: few with one row, most of them with
+16 rows. `expert` is the seconds that reading all of them takes. It is 0 for dense models, and where
+weights do not limit a step.
 
-One non-negative least squares fits it (`fit_step_times`), on squared errors over seconds: relative
-errors alone would let a prompt of ten tokens count as much as one of 500, and the long ones are
-those that come late. Its error is that of observations which are left out of the fit
-(`_error_left_out`). The same struct holds step-time models of this run's stamps, of a machine
-elsewhere and of a datasheet; who makes it says which.
+`fit_step_times` fits the six coefficients by non-negative least squares. Squared errors are divided
+by the seconds: with relative errors, a prompt of ten tokens would count as much as one of 500, and
+long prompts are those that miss an SLO. The model's error is measured on observations that are left
+out of the fit (`_cross_validated_error`).
 """
 
 from __future__ import annotations
@@ -37,33 +35,34 @@ from crossover.serving.option_help import Seconds
 
 Array = npt.NDArray[np.float64]
 
-MIN_OBSERVATIONS = 5  # as many as a dense model has numbers
-FOLDS = 8  # that observations are left out in
-# Of a number's squares: with less of them left, a fit does not know the number. Calibrations often
-# have a single step with several prompts, and a fit without it puts a pass at up to 30 times the
-# real one: in recorded ones that error was 1.1 where every other step was within 0.13.
-MIN_TOLD = 2 / 3
+MIN_OBSERVATIONS = 5  # as many as a dense model has coefficients
+FOLDS = 8  # of the cross-validation
+# A fit does not determine a coefficient if it has less than this share of the sum of squares of the
+# coefficient's feature. Calibrations often have a single step with several prompts, and a fit
+# without it makes `pass_seconds` up to 30 times too large: in recorded calibrations, the error of
+# that step was 1.1, while all other steps were within 0.13.
+MIN_FEATURE_SHARE = 2 / 3
 FITS = 0.25  # a step-time model with a larger error does not describe the engine
 
 
 class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Some steps in a row and how long they took together: every count is a sum over the steps.
-
-    `passes` is the sum too: it equals `steps` where no step had a second pass.
-    """
+    """Consecutive steps and the time that they took together. Every count is a sum over the steps,
+    so `passes` equals `steps` if no step had a second pass."""
 
     seconds: float
     rows: float  # decode rows
-    prompt_tokens: float  # computed; those found in a cache are left out
+    prompt_tokens: float  # without those that were found in a cache
     context_tokens: float  # in the KV of the decoding rows
     passes: float = 1.0
     steps: float = 1.0
-    expert_passes: float = 0.0  # of each pass the expected share of the experts that it reads
+    expert_passes: float = 0.0  # the expected share of the experts that a pass reads, summed
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds, none below 0. `error`: root mean square of relative errors of what was left out of
-    the fit; None: not known.
+    """The coefficients in seconds, none below 0. See the module's docstring.
+
+    `error`: the root mean square of the relative errors of observations left out of the fit; None:
+    not known.
     """
 
     base_seconds: Seconds
@@ -75,8 +74,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     experts: Routing | None = None  # None: a dense model, or an endpoint that does not say
     # Decode rows and prompts of a step read the experts together, in one pass, as on GPUs.
     shares_pass: bool = False
-    # Of a request outside the engine's steps, before its first token: HTTP, tokenizer, messages
-    # between processes. Not a cost of a step. None: not known.
+    # The time before a request's first token that it spends outside the engine's steps: HTTP,
+    # tokenizer, messages between processes. None: not known.
     request_seconds: Seconds | None = None
     error: float | None = None
     observations: int | None = None  # that it was fitted to
@@ -90,9 +89,9 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         steps: float = 1.0,
         expert_passes: float | None = None,
     ) -> float:
-        """Of one step; of several, where the counts are their sums.
+        """Return the seconds of one step, or of several if the counts are sums over them.
 
-        `expert_passes` None: as of equal steps, whose prompts have the same length.
+        `expert_passes`: None: that of equal steps with prompts of equal length.
         """
         if expert_passes is None:
             expert_passes = self.expert_passes(rows, prompt_tokens, passes, steps)
@@ -108,36 +107,44 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def expert_passes(
         self, rows: float, prompt_tokens: float, passes: float = 1.0, steps: float = 1.0
     ) -> float:
-        """Of each pass of such steps the expected share of the experts that it reads, summed."""
+        """Return the expected share of the experts that a pass of such steps reads, summed over
+        the passes."""
         if self.experts is None:
             return 0.0
         share = self.experts.expected_share
         if self.shares_pass:
             return steps * share((rows + prompt_tokens) / steps)
         decode_passes = steps if rows else 0.0
-        found = decode_passes * share(rows / steps)
+        expert_passes = decode_passes * share(rows / steps)
         if prompt_tokens:
             prompt_passes = max(passes - decode_passes, 1.0)
-            found += prompt_passes * share(prompt_tokens / prompt_passes)
-        return found
+            expert_passes += prompt_passes * share(prompt_tokens / prompt_passes)
+        return expert_passes
 
-    def of(self, seen: StepObservation) -> float:
-        """Return what it says of steps that were seen."""
-        counts = (seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps)
-        return self.seconds(seen.rows, *counts, expert_passes=seen.expert_passes)
+    def of(self, observation: StepObservation) -> float:
+        """Return the predicted seconds of the observed steps."""
+        return self.seconds(
+            observation.rows,
+            observation.prompt_tokens,
+            observation.context_tokens,
+            observation.passes,
+            observation.steps,
+            expert_passes=observation.expert_passes,
+        )
 
     def slower(self, factor: float) -> StepTimeModel:
         """Return the step-time model of a machine whose steps all take `factor` times as long, and
         whose requests spend the same time outside of steps."""
-        return msgspec.structs.replace(self, **{n: getattr(self, n) * factor for n in NUMBERS})
+        scaled = {name: getattr(self, name) * factor for name in COEFFICIENTS}
+        return msgspec.structs.replace(self, **scaled)
 
     @property
     def fits(self) -> bool:
-        """Its error is not known, or small enough for it to describe the engine."""
+        """Whether its error is unknown, or small enough for it to describe the engine."""
         return self.error is None or self.error <= FITS
 
 
-NUMBERS = (
+COEFFICIENTS = (
     "base_seconds",
     "row_seconds",
     "prompt_token_seconds",
@@ -153,12 +160,13 @@ def fit_step_times(
     knows_context: bool = True,
     experts: Routing | None = None,
 ) -> StepTimeModel:
-    """Return the step-time model with the least sum of squared errors over seconds, no number of it
-    below 0.
+    """Return the step-time model with the least sum of squared errors over seconds.
 
-    A cost that the observations never vary is 0; so is a context token's where `knows_context` says
-    that contexts were too short to tell it. `experts`: of a mixture, by which the observations'
-    `expert_passes` were counted. Raises WorkloadError for fewer than five observations.
+    A coefficient whose count is 0 in all observations is 0. `knows_context`: False if the contexts
+    were too short to determine `context_token_seconds`, which is 0 then. `experts`: the routing
+    with which the observations' `expert_passes` were computed; None: a dense model.
+
+    Raises WorkloadError for fewer than MIN_OBSERVATIONS.
     """
     if len(observations) < MIN_OBSERVATIONS:
         raise WorkloadError(f"{len(observations)} observations are too few for a step-time model")
@@ -177,19 +185,19 @@ def fit_step_times(
     relative = features / seconds[:, None]
     weights = np.sqrt(seconds)
     return StepTimeModel(
-        **dict(zip(NUMBERS, least_squares(relative, weights).tolist(), strict=False)),
+        **dict(zip(COEFFICIENTS, least_squares(relative, weights).tolist(), strict=False)),
         experts=experts,
-        error=_error_left_out(relative, weights),
+        error=_cross_validated_error(relative, weights),
         observations=len(seconds),
     )
 
 
-def _error_left_out(relative: Array, weights: Array) -> float | None:
-    """The root mean square of relative errors of observations that the fit does not know, by
-    leaving out an eighth at a time.
+def _cross_validated_error(relative: Array, weights: Array) -> float | None:
+    """Return the root mean square of the relative errors of observations left out of the fit, in
+    FOLDS folds; the arguments are those of `least_squares`.
 
-    One that tells a number almost by itself cannot test that number, so it does not count. None:
-    none counts.
+    An observation does not count if the fit without its fold does not determine one of the
+    coefficients that it needs. None: no observation counts.
     """
     squares = (weights[:, None] * relative) ** 2
     total = squares.sum(axis=0)
@@ -197,19 +205,22 @@ def _error_left_out(relative: Array, weights: Array) -> float | None:
     errors = []
     for fold in range(min(FOLDS, len(weights))):
         is_left_out = fold_of == fold
-        is_unknown = squares[~is_left_out].sum(axis=0) < MIN_TOLD * total
-        tested = is_left_out & ~(squares[:, is_unknown] > 0).any(axis=1)
-        fitted = least_squares(relative[~is_left_out], weights[~is_left_out])
-        errors.append(relative[tested] @ fitted - 1.0)
-    counted = np.concatenate(errors)
-    return float(np.sqrt(np.mean(counted**2))) if len(counted) else None
+        is_undetermined = squares[~is_left_out].sum(axis=0) < MIN_FEATURE_SHARE * total
+        is_tested = is_left_out & ~(squares[:, is_undetermined] > 0).any(axis=1)
+        coefficients = least_squares(relative[~is_left_out], weights[~is_left_out])
+        errors.append(relative[is_tested] @ coefficients - 1.0)
+    tested_errors = np.concatenate(errors)
+    return float(np.sqrt(np.mean(tested_errors**2))) if len(tested_errors) else None
 
 
 def least_squares(relative: Array, weights: Array) -> Array:
-    """Return the numbers, from features over seconds [n, numbers] and weights of relative errors
-    [n]."""
+    """Return the coefficients [k], none below 0.
+
+    `relative`: the counts of each observation divided by its seconds, [n, k]. `weights`: factors of
+    the relative errors, [n].
+    """
     from scipy.optimize import nnls
 
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    found: Array = nnls(weights[:, None] * relative / scale, weights)[0] / scale
-    return found
+    coefficients: Array = nnls(weights[:, None] * relative / scale, weights)[0] / scale
+    return coefficients

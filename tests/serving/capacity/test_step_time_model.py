@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.serving.capacity.step_time_model import NUMBERS, StepObservation, fit_step_times
+from crossover.serving.capacity.step_time_model import COEFFICIENTS, StepObservation, fit_step_times
 from crossover.serving.errors import WorkloadError
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
 
@@ -27,7 +27,7 @@ def seen(step_times, count=60, noise=0.0, seed=1):
 @pytest.mark.parametrize("step_times", [STEP_TIMES, EXPERTS_STEP_TIMES], ids=["dense", "experts"])
 def test_the_numbers_are_found_again(step_times):
     found = fit_step_times(seen(step_times), experts=step_times.experts)
-    for name in NUMBERS:
+    for name in COEFFICIENTS:
         assert getattr(found, name) == pytest.approx(getattr(step_times, name), rel=1e-6), name
     assert found.experts == step_times.experts
     assert found.error < 1e-6 and found.observations == 60 and found.fits
