@@ -11,7 +11,7 @@ of headers that llama.cpp prints.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,8 +47,6 @@ class Sizes:
     shared_inner: int = 0  # width of the expert that every token uses; 0: as the others'
     type: str = "Q8_0"  # of matrices
     expert_type: str = ""  # of the experts' matrices; "": as the others
-    parts: int = 1  # files that the model is split into
-    seed: int = 0
 
     @property
     def queries(self) -> int:
@@ -83,12 +81,10 @@ class Family:
 
     layer: Callable[[Sizes, int], Shapes]  # the tensors of layer number n
     metadata: Callable[[Sizes], Metadata]  # beside the usual keys, without the architecture's name
-    sizes: Mapping[str, Any] | None = None  # in which its tiny model differs from Sizes()
-    architecture: str = ""  # llama.cpp's name, if it is not the family's
+    architecture: str  # llama.cpp's name
     is_tied: bool = False  # the embedding is the output matrix, too
+    output_norm: str = "output_norm"  # its name
     more: Callable[[Sizes], Shapes] | None = None  # other tensors outside the layers
-    routes: bool = False  # routers or gates in float32: near ties may fall differently in a batch
-    keeps_state: bool = False  # recurrent: no slot can be truncated
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,7 @@ class GgufShape:
         """Return the shape of every tensor, by its name, in the order of the file."""
         family, sizes = self.family, self.sizes
         outside: Shapes = {"token_embd": (sizes.vocabulary, sizes.hidden)}
-        if family.architecture != "lfm2":
-            outside["output_norm"] = (sizes.hidden,)
+        outside[family.output_norm] = (sizes.hidden,)
         if not family.is_tied:
             outside["output"] = (sizes.vocabulary, sizes.hidden)
         outside |= family.more(sizes) if family.more is not None else {}
@@ -337,25 +332,18 @@ def gemma4_more(s: Sizes) -> Shapes:
 QWEN3_MOE = Family(
     lambda s, _: attention(s, norms=True) | experts(s),
     lambda s: attends(s) | mixes(s),
-    architecture="qwen3moe",
-    routes=True,
+    "qwen3moe",
 )
 GPT_OSS = Family(
     gpt_oss_layer,
     lambda s: attends(s) | mixes(s) | {"attention.sliding_window": s.window},
-    {"expert_type": "MXFP4"},
-    architecture="gpt-oss",
-    routes=True,
+    "gpt-oss",
 )
-GEMMA4 = Family(
-    gemma4_layer, gemma4_metadata, architecture="gemma4", is_tied=True, more=gemma4_more
-)
+GEMMA4 = Family(gemma4_layer, gemma4_metadata, "gemma4", is_tied=True, more=gemma4_more)
 QWEN35 = Family(
     lambda s, layer: qwen_layer(s, layer, mlp(s, "post_attention_norm")),
     lambda s: attends(s) | has_delta_nets(s),
-    architecture="qwen35",
-    routes=True,
-    keeps_state=True,
+    "qwen35",
 )
 
 # The shapes of crossover.models.model_ladder.SIZED, of which random GGUF files are made.

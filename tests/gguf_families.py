@@ -141,9 +141,8 @@ def nemotron_layer(s: Sizes, layer: int) -> Shapes:
     if layer % 3 == 0:
         return mamba2(s)
     if layer % 3 == 1:
-        blocks = experts(s, shared=True, gate=False) | {"exp_probs_b.bias": (s.experts,)}
-        del blocks["ffn_norm"]
-        return norm | blocks
+        blocks = without_norm(experts(s, shared=True, gate=False))
+        return norm | blocks | {"exp_probs_b.bias": (s.experts,)}
     return attention(s)
 
 
@@ -163,11 +162,9 @@ def nemotron_metadata(s: Sizes) -> Metadata:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(lambda s, _: attention(s) | mlp(s), attends),
-    "llama-split": Family(
-        lambda s, _: attention(s) | mlp(s), attends, {"parts": 3}, architecture="llama"
-    ),
-    "qwen3": Family(lambda s, _: attention(s, norms=True) | mlp(s), attends, is_tied=True),
+    "llama": Family(lambda s, _: attention(s) | mlp(s), attends, "llama"),
+    "llama-split": Family(lambda s, _: attention(s) | mlp(s), attends, "llama"),
+    "qwen3": Family(lambda s, _: attention(s, norms=True) | mlp(s), attends, "qwen3", is_tied=True),
     "phi3": Family(
         lambda s, _: {
             "attn_norm": (s.hidden,),
@@ -178,64 +175,82 @@ FAMILIES: dict[str, Family] = {
             "ffn_down": (s.hidden, s.inner),
         },
         attends,
+        "phi3",
     ),
     "gemma3": Family(
         lambda s, _: gemma(s),
         lambda s: attends(s) | {"attention.sliding_window": s.window},
-        {"layers": 6},
+        "gemma3",
     ),
-    "gemma4": replace(GEMMA4, sizes={"layers": 5, "experts": 0}, is_tied=False),
+    "gemma4": replace(GEMMA4, is_tied=False),
     "qwen3moe": QWEN3_MOE,
     "gpt-oss": GPT_OSS,
     "deepseek2": Family(
         lambda s, layer: latent_attention(s) | (experts(s, shared=True) if layer else mlp(s)),
         deepseek_metadata,
-        routes=True,
+        "deepseek2",
     ),
     "mamba2": Family(
         lambda s, _: mamba2(s),
         lambda s: has_mamba(s) | {"feed_forward_length": 0, "attention.head_count": 0},
-        keeps_state=True,
+        "mamba2",
     ),
     "falcon-h1": Family(
         lambda s, _: attention(s) | mamba2(s) | {"ffn_norm.": (s.hidden,)} | without_norm(mlp(s)),
         lambda s: attends(s) | has_mamba(s),
-        keeps_state=True,
+        "falcon-h1",
     ),
     "granitehybrid": Family(
         lambda s, layer: (attention(s) if layer % 4 == 3 else mamba2(s)) | experts(s, shared=True),
         granite_metadata,
+        "granitehybrid",
         is_tied=True,
-        routes=True,
-        keeps_state=True,
     ),
     "lfm2": Family(
         lambda s, layer: (
             (attention(s, norms=True) if layer % 3 == 2 else short_convolution(s)) | mlp(s)
         ),
         lfm2_metadata,
-        {"layers": 6},
+        "lfm2",
         is_tied=True,
-        more=lambda s: {"token_embd_norm": (s.hidden,)},
-        keeps_state=True,
+        output_norm="token_embd_norm",
     ),
     "qwen35": QWEN35,
     "qwen35moe": Family(
         lambda s, layer: qwen_layer(s, layer, qwen_experts(s)),
         lambda s: attends(s) | has_delta_nets(s) | mixes(s, shared=True),
-        routes=True,
-        keeps_state=True,
+        "qwen35moe",
     ),
     "qwen3next": Family(
         lambda s, layer: qwen_layer(s, layer, qwen_experts(s), joined=True),
         lambda s: attends(s) | has_delta_nets(s) | mixes(s, shared=True),
-        routes=True,
-        keeps_state=True,
+        "qwen3next",
     ),
-    "nemotron_h_moe": Family(  # with lists of more than 64 layers in its metadata
-        nemotron_layer, nemotron_metadata, {"layers": 69}, routes=True, keeps_state=True
-    ),
+    "nemotron_h_moe": Family(nemotron_layer, nemotron_metadata, "nemotron_h_moe"),
 }
+# The families whose tiny model differs from Sizes(). Nemotron has lists of more than 64 layers in
+# its metadata.
+SIZES: dict[str, Sizes] = {
+    "gemma3": Sizes(layers=6),
+    "gemma4": Sizes(layers=5, experts=0),
+    "gpt-oss": Sizes(expert_type="MXFP4"),
+    "lfm2": Sizes(layers=6),
+    "nemotron_h_moe": Sizes(layers=69),
+}
+PARTS = {"llama-split": 3}  # files that a family is split into
+# With routers or gates in float32: near ties may fall differently in a batch.
+ROUTED = frozenset(
+    {
+        "qwen3moe",
+        "gpt-oss",
+        "deepseek2",
+        "granitehybrid",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "nemotron_h_moe",
+    }
+)
 
 
 def without_norm(shapes: Shapes) -> Shapes:
@@ -248,7 +263,7 @@ def without_norm(shapes: Shapes) -> Shapes:
 def write_family(name: str, folder: Path, sizes: Sizes | None = None) -> Path:
     """Write the file of a family; the first part where it is split."""
     family = FAMILIES[name]
-    return write_file(name, folder, family, sizes or replace(Sizes(), **dict(family.sizes or {})))
+    return write_file(name, folder, family, sizes or SIZES.get(name, Sizes()))
 
 
 def write_file(
@@ -260,12 +275,12 @@ def write_file(
     long as they are: enough for llama.cpp to size the model, in 100 kB of disk for 30 billion
     parameters.
     """
-    architecture = family.architecture or name
-    shape_of_file = GgufShape(replace(family, architecture=architecture), s)
+    parts = PARTS.get(name, 1)
+    shape_of_file = GgufShape(family, s)
     tensors = shape_of_file.tensors()
     path = folder / f"{name}.gguf"
-    most = -(-len(tensors) // s.parts) if s.parts > 1 else 0
-    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most)
+    most = -(-len(tensors) // parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, family.architecture, split_max_tensors=most)
     writer.add_type("model")
     writer.add_name("tiny")  # llama.cpp guesses at tokenizers by the name "phi3"
     kind = (s.expert_type or s.type).replace("MXFP4", "MXFP4_MOE")
@@ -278,7 +293,7 @@ def write_file(
     else:
         writer.add_tokenizer_model("no_vocab")
         writer.add_vocab_size(s.vocabulary)
-    random = np.random.default_rng(s.seed)
+    random = np.random.default_rng(0)
     for tensor, shape in tensors.items():
         stored = gguf.GGMLQuantizationType[shape_of_file.tensor_type(tensor, shape)]
         if has_weights:
@@ -300,7 +315,7 @@ def write_file(
     if not has_weights:
         begin = writer.ggml_pad(path.stat().st_size, writer.data_alignment)
         os.truncate(path, begin + sum(sizes))
-    return folder / f"{name}-00001-of-{s.parts:05}.gguf" if s.parts > 1 else path
+    return folder / f"{name}-00001-of-{parts:05}.gguf" if parts > 1 else path
 
 
 def random_values(

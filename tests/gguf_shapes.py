@@ -11,17 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crossover.models.gguf_shapes import (
-    SHAPES as MADE_SHAPES,
-)
-from crossover.models.gguf_shapes import (
-    Family,
-    Metadata,
-    Shapes,
-    Sizes,
-    attention,
-    experts,
-)
+from crossover.models import gguf_shapes
+from crossover.models.gguf_shapes import Family, Metadata, Shapes, Sizes, attention, experts
 from crossover.models.model_spec import ModelSpec
 from tests.gguf_families import FAMILIES, mamba2, nemotron_metadata, without_norm, write_file
 
@@ -58,9 +49,9 @@ def _nemotron_metadata(s: Sizes) -> Metadata:
 
 
 SHAPES: dict[str, tuple[Family, Sizes]] = {
-    **{name: (shape.family, shape.sizes) for name, shape in MADE_SHAPES.items()},
+    **{name: (shape.family, shape.sizes) for name, shape in gguf_shapes.SHAPES.items()},
     "llama-3.1-8b": (
-        replace(FAMILIES["llama"], architecture="llama"),
+        FAMILIES["llama"],
         Sizes(
             layers=32,
             hidden=4096,
@@ -73,7 +64,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "granite-4.0-h-tiny": (
-        Family(_granite, _granite_metadata, architecture="granitehybrid", is_tied=True),
+        Family(_granite, _granite_metadata, "granitehybrid", is_tied=True),
         Sizes(
             layers=40,
             hidden=1536,
@@ -93,7 +84,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "falcon-h1-7b": (
-        replace(FAMILIES["falcon-h1"], architecture="falcon-h1"),
+        FAMILIES["falcon-h1"],
         Sizes(
             layers=44,
             hidden=3072,
@@ -110,7 +101,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "nemotron-3-nano-30b-a3b": (
-        Family(_nemotron, _nemotron_metadata, architecture="nemotron_h_moe"),
+        Family(_nemotron, _nemotron_metadata, "nemotron_h_moe"),
         Sizes(
             layers=52,
             hidden=2688,
@@ -154,5 +145,4 @@ def write_dense(spec: ModelSpec, folder: Path) -> Path:
         vocabulary=spec.vocabulary,
         type="Q4_0",
     )
-    named = replace(family, architecture="qwen3" if spec.qk_norm else "llama")
-    return write_file(spec.name, folder, named, sizes, has_weights=False)
+    return write_file(spec.name, folder, family, sizes, has_weights=False)

@@ -21,7 +21,7 @@ from crossover.serving.engine.ipc_messages import Delta, GenerationRequest, Subm
 from crossover.serving.engine.scheduler import Scheduler
 from crossover.serving.placement.placement_policy import memory_at
 from crossover.serving.sampling.step_inputs import Sampling
-from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family
+from tests.gguf_families import FAMILIES, ROUTED, SIZES, VOCABULARY, Sizes, write_family
 from tests.serving.backends.backend_steps import Make, generate, near_tie
 
 # Of each kind one on every run: dense in parts, experts with windows, latent attention, a hybrid
@@ -41,7 +41,7 @@ TABLE = [f" {token}".encode() for token in range(VOCABULARY)]
 
 def sizes_of(name: str) -> Sizes:
     """Windows are short enough for this context to keep the window only."""
-    return replace(Sizes(), **({"window": 64} | dict(FAMILIES[name].sizes or {})))
+    return replace(SIZES.get(name, Sizes()), window=64)
 
 
 class Chat:
@@ -81,7 +81,7 @@ def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
     file = write_family(name, tmp_path, sizes_of(name))
     settings = {"slots": SLOTS, "context_tokens": CONTEXT}
     backend, alone = make(file, **settings), make(file, **settings)
-    tie = near_tie(alone, ROUTING_TIE if FAMILIES[name].routes else ROUNDING_TIE)
+    tie = near_tie(alone, ROUTING_TIE if name in ROUTED else ROUNDING_TIE)
 
     def check(prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The answer is that of the prompt alone, in a slot without a past."""
@@ -91,7 +91,7 @@ def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
                 prefix = [*prompt, *answer[:at]]
                 # A router may also have chosen otherwise at an earlier token, which decoding
                 # computed by itself: as alone, with one token in each step.
-                as_decoded = FAMILIES[name].routes and generate(alone, prefix, 1, chunk=1) == [one]
+                as_decoded = name in ROUTED and generate(alone, prefix, 1, chunk=1) == [one]
                 assert as_decoded or tie(prefix, one, other)
                 return
 
