@@ -237,48 +237,74 @@ class GraphWriter:
 
         `is_normed`: x is the output of a norm whose weights are folded into the matrices.
         """
-        outs = sum(self.shapes[source][0] for source in sources)
-        width = self.shapes[sources[0]][1]
         if self.format == "fp32":
-            weight = EMBEDDING
-            if sources != (HEAD,) or not self.spec.tied:
-                weight, _ = self.matrices(sources, "f4", [outs, width], _unquantized)
-            return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
+            return self.float_product(x, y, sources)
         if self.format == "int4" and sources != (HEAD,):
-            if width % GROUP:
-                raise UnsupportedModel(
-                    f"{self.spec.name} cannot be converted to int4: the rows of {sources[0]} have "
-                    f"{width} elements, which is not a multiple of {GROUP}. Use int8."
-                )
-            dims = [outs, width // GROUP, GROUP // 2]
-            weight, steps = self.matrices(sources, "u1", dims, _int4_groups)
-            scale = self.constant(f"{sources[0]}_scale", steps)
-            settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
-            inputs = [x, weight, scale]
-            return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
-        transposed, steps = np.empty((width, outs), np.int8), np.empty(outs, np.float32)
+            return self.int4_product(x, y, sources)
+        return self.int8_product(x, y, sources, is_normed and self.format == "int8")
+
+    def product_shape(self, sources: tuple[str, ...]) -> tuple[int, int]:
+        """Return the rows of all these matrices together, and the width of a row."""
+        rows = sum(self.shapes[source][0] for source in sources)
+        return rows, self.shapes[sources[0]][1]
+
+    def float_product(self, x: str, y: str, sources: tuple[str, ...]) -> str:
+        """Add the product with float32 weights. Return y."""
+        weight = EMBEDDING  # a tied head is the embedding, which is written already
+        if sources != (HEAD,) or not self.spec.tied:
+            weight, _ = self.matrices(sources, "f4", [*self.product_shape(sources)], _unquantized)
+        return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
+
+    def int4_product(self, x: str, y: str, sources: tuple[str, ...]) -> str:
+        """Add the product with int4 weights. Return y. Raises UnsupportedModel."""
+        rows, width = self.product_shape(sources)
+        if width % GROUP:
+            raise UnsupportedModel(
+                f"{self.spec.name} cannot be converted to int4: the rows of {sources[0]} have "
+                f"{width} elements, which is not a multiple of {GROUP}. Use int8."
+            )
+        dims = [rows, width // GROUP, GROUP // 2]
+        weight, scales = self.matrices(sources, "u1", dims, _int4_groups)
+        inputs = [x, weight, self.constant(f"{sources[0]}_scale", scales)]
+        settings = {"K": width, "N": rows, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
+        return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
+
+    def int8_product(self, x: str, y: str, sources: tuple[str, ...], has_fixed_scale: bool) -> str:
+        """Add the product with int8 weights. Return y.
+
+        `has_fixed_scale`: x is quantized with the fixed scale of a norm's output, and not with a
+        scale for each token.
+        """
+        rows, width = self.product_shape(sources)
+        transposed, weight_scales = np.empty((width, rows), np.int8), np.empty(rows, np.float32)
         first = 0
         for packed, scales in self.quantized_blocks(sources, self.int8_rows):
             end = first + len(scales)
             transposed[:, first:end] = packed.T
-            steps[first:end] = scales
+            weight_scales[first:end] = scales
             first = end
         weight = self.constant(sources[0], transposed)
-        del transposed
-        if is_normed and self.format == "int8":  # with int4, only the head is computed here
-            quantized, largest = self.quantized_norm(x), ""
-            steps *= NORMED_SPAN
-        else:
-            quantized, largest = self.quantized_by_token(x)
-        # A quantized activation is an integer from -127 to 127, in units of its largest size / 127.
-        scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
+        del transposed  # at most one matrix is in memory
+        # A quantized activation is an integer from -127 to 127, in units of 1/127 of the range: the
+        # fixed one, or the largest absolute value of the token.
+        if has_fixed_scale:
+            quantized = self.quantized_norm(x)
+            scales = weight_scales * NORMED_SPAN / np.float32(127)
+            scale = self.constant(f"{sources[0]}_scale", scales)
+            return self.integer_product(quantized, weight, scale, y)
+        quantized, largest = self.quantized_by_token(x)
+        scale = self.constant(f"{sources[0]}_scale", weight_scales / np.float32(127))
+        unscaled = self.integer_product(quantized, weight, scale, f"{y}/unscaled")
+        return self.node("Mul", [unscaled, largest], y)
+
+    def integer_product(self, quantized: str, weight: str, scale: str, y: str) -> str:
+        """Add y = the product of quantized activations and weights, times the scale. Return y."""
         inputs = [quantized, weight, "scale_one", scale, "token_zero"]
-        z = f"{y}/unscaled" if largest else y
-        self.node("MatMulIntegerToFloat", inputs, z, domain="com.microsoft")
-        return self.node("Mul", [z, largest], y) if largest else y
+        return self.node("MatMulIntegerToFloat", inputs, y, domain="com.microsoft")
 
     def quantized_norm(self, x: str) -> str:
-        """Quantize the output x of a norm to 8 bits, with the fixed scale of all tokens."""
+        """Quantize the output x of a norm to 8 bits, with the fixed scale of all tokens. Return the
+        quantized activations."""
         quantized = f"{x}/quantized"
         if not self.has_node_for(quantized):
             self.node("QuantizeLinear", [x, "normed_step", "token_zero"], quantized)
@@ -289,11 +315,11 @@ class GraphWriter:
         activations and the largest absolute value of each token."""
         quantized, largest = f"{x}/quantized", f"{x}/largest"
         if not self.has_node_for(quantized):
-            z = self.node("Abs", [x], f"{x}/sizes")
-            z = self.node("ReduceMax", [z, "token_axis"], f"{x}/most", keepdims=1)
-            self.node("Max", [z, "token_least"], largest)
-            z = self.node("Div", [x, largest], f"{x}/unit")
-            self.node("QuantizeLinear", [z, "token_step", "token_zero"], quantized)
+            sizes = self.node("Abs", [x], f"{x}/sizes")
+            maximum = self.node("ReduceMax", [sizes, "token_axis"], f"{x}/most", keepdims=1)
+            self.node("Max", [maximum, "token_least"], largest)
+            unit = self.node("Div", [x, largest], f"{x}/unit")
+            self.node("QuantizeLinear", [unit, "token_step", "token_zero"], quantized)
         return quantized, largest
 
     def has_node_for(self, output: str) -> bool:
@@ -322,12 +348,12 @@ class GraphWriter:
         if self.format == "fp32":
             weight, _ = self.matrices((EMBEDDING,), "f4", shape, _unquantized)
             return self.node("Gather", [weight, "input_ids"], "embedding")
-        weight, steps = self.matrices((EMBEDDING,), "i1", shape, self.int8_rows)
-        scale = self.constant(f"{EMBEDDING}_scale", steps[:, None])
-        z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
-        z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)
-        scale = self.node("Gather", [scale, "input_ids"], "embedding/scale")
-        return self.node("Mul", [z, scale], "embedding")
+        weight, scales = self.matrices((EMBEDDING,), "i1", shape, self.int8_rows)
+        scale = self.constant(f"{EMBEDDING}_scale", scales[:, None])
+        rows = self.node("Gather", [weight, "input_ids"], "embedding/rows")
+        floats = self.node("Cast", [rows], "embedding/float", to=TensorProto.FLOAT)
+        row_scales = self.node("Gather", [scale, "input_ids"], "embedding/scale")
+        return self.node("Mul", [floats, row_scales], "embedding")
 
     def norm(self, x: str, y: str, source: str, added: str = "") -> tuple[str, str]:
         """Add the norm y of x + added, or of x. Return y and the sum, which is the next residual
