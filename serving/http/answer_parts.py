@@ -1,12 +1,12 @@
-"""The parts of what a model says: reasoning, content and calls of functions, as text comes.
+"""Parses a model's output, as it is generated, into reasoning, content and tool calls.
 
-    splitter = Splitter(Form("maybe", "hermes", frozenset({"add"})))
-    splitter.push("<think>2+2</think>Four", True)
+    parser = OutputParser(OutputFormat("maybe", "hermes", frozenset({"add"})))
+    parser.push("<think>2+2</think>Four", True)
     # [Part("reasoning", "2+2"), Part("content", "Four")]
 
-Text is given on as it comes, a call whole. What looks like a call and is none, or was cut off, is
-content. The marks of a dialect (crossover.models.answer_marks) are never content beside what they
-mark.
+Text is passed on as it arrives, and a call once it is complete. Text that looks like a call but
+cannot be parsed as one, or was cut off, is content. The marks of a dialect
+(crossover.models.answer_marks) are removed from what they mark.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
-# hermes: JSON in <tool_call>, or as Qwen3-Coder and Qwen3.5 write it, <function=f><parameter=p>;
-# trailing: Granite 3's; native: that of the dialect; list: a JSON list and nothing else.
+# Formats of tool calls:
+#   hermes    JSON in <tool_call>, or <function=f><parameter=p>, as Qwen3-Coder and Qwen3.5 write it
+#   trailing  that of Granite 3
+#   native    that of the dialect
+#   list      a JSON list and nothing else
 Format = Literal["hermes", "trailing", "native", "list"]
 Kind = Literal["start", "reasoning", "content", "call", "list", "header"]
-RESPONSE_MARKS = ("<response>", "</response>")  # Granite 3, around what is no reasoning
+RESPONSE_MARKS = ("<response>", "</response>")  # of Granite 3, around what is not reasoning
 
 
 class OutputFormat(NamedTuple):
-    """What there may be in a text. `reasoning`: "maybe" (the text may open it), "open" (the prompt
-    has opened it). `calls`: their format; None: none are looked for."""
+    """How an output marks reasoning and tool calls.
+
+    `reasoning`: "maybe": the output may begin with it; "open": the prompt ends inside it; None: the
+    output has none. `calls`: their format; None: no calls are parsed.
+    """
 
     reasoning: Literal["maybe", "open"] | None
     calls: Format | None
     names: frozenset[str]  # of functions
     dialect: Dialect = "tags"
     parameters: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS  # JSON schemas, by function
-    dropped: tuple[str, ...] = ()  # marks around content that say nothing more
-    is_tagged: bool = False  # the template teaches calls as <function=f>
+    dropped: tuple[str, ...] = ()  # marks around content, which are removed
+    is_tagged: bool = False  # the template shows calls as <function=f>
 
 
 def format_of_output(
@@ -58,8 +64,11 @@ def format_of_output(
     parameters: Mapping[str, Mapping[str, Any]],
     is_free: bool,
 ) -> OutputFormat | None:
-    """Return what there may be in an answer to a prompt; None: content alone. `parameters`: of the
-    functions that the model was told of. `is_free`: the answer is held to no grammar."""
+    """Return the format of the answer to a prompt; None: all of it is content.
+
+    `calls`: the format of tool calls; None: no calls. `parameters`: JSON schemas of the functions
+    in the prompt, by name. `is_free`: no grammar constrains the answer.
+    """
     dialect, end = dialect_of(template), prompt.rstrip()
     names = frozenset(parameters)
     if not is_free:
@@ -79,25 +88,28 @@ def format_of_output(
 
 
 class Part(NamedTuple):
+    """A piece of an answer: its text, or a complete call."""
+
     kind: Literal["role", "reasoning", "content", "call", "end"]
     text: str
     call: ToolCall | None = None
 
 
 class OutputParser:
-    """Finds the parts of one sequence's text, of this Form. It holds back no more than the
-    beginning of a mark, white space before a part, and calls."""
+    """Parses the output of one sequence. It holds back only the beginning of a possible mark, white
+    space before a part, and incomplete calls."""
 
     def __init__(self, form: OutputFormat) -> None:
         self._form = form
         self._held = ""
-        self._fresh = True  # nothing of this part has come yet
+        self._fresh = True  # the current part has no text yet
         self._opened = ""  # the mark that began this call
         self._recipient = ""  # of a Harmony message: the function that it calls
         plain_kind: Kind = "list" if form.calls == "list" else "content"
-        self._said = plain_kind
+        self._plain_kind = plain_kind  # of text without marks
         self._kind: Kind = {"maybe": "start", "open": "reasoning", None: plain_kind}[form.reasoning]
-        # Marks that a text may begin with, and of each kind those that end it; -> what follows.
+        # The marks that an output may begin with, and the marks that end each kind of part, each
+        # with the kind of the part after it.
         self._openers: dict[str, Kind] = {THINK: "reasoning"}
         self._marks: dict[Kind, dict[str, Kind]] = {"reasoning": {THOUGHT: plain_kind}}
         opening_mark = {"hermes": CALL, "trailing": TRAILING_CALL}.get(form.calls or "")
@@ -105,7 +117,7 @@ class OutputParser:
         if opening_mark is not None:
             self._marks["content"][opening_mark] = "call"
             self._marks["call"] = {CALLED: "content"} if opening_mark == CALL else {}
-        if form.is_tagged:  # of these functions only: a text may have such a tag
+        if form.is_tagged:  # known functions only, because content may have such tags, too
             self._marks["content"] |= {f"{FUNCTION}{name}>": "call" for name in form.names}
         if form.dialect == "gemma":
             self._openers = {GEMMA_THINK: "reasoning"}
@@ -120,10 +132,10 @@ class OutputParser:
             body: dict[str, Kind] = {_START: "header", _CHANNEL: "header"}
             body |= dict.fromkeys(_ENDS, "header")
             self._marks = {"reasoning": body, "content": body, "call": body}
-            self._marks["header"] = {_MESSAGE: "content"}  # or what the header says
+            self._marks["header"] = {_MESSAGE: "content"}  # or what the header names
 
     def push(self, text: str, last: bool) -> list[Part]:
-        """Return the parts that this text adds; with the last one, what was held back."""
+        """Return the parts that this text adds. `last`: also return what was held back."""
         self._held += text
         parts: list[Part] = []
         while True:
@@ -160,18 +172,19 @@ class OutputParser:
             self._follow(content, mark)
 
     def _begin(self, last: bool) -> bool:
-        """Decide what a text begins with; False: it cannot be told yet."""
+        """Decide what the output begins with. Return False if that is not known yet."""
         self._held = self._held.lstrip() if self._form.dialect != "harmony" else self._held
         if not last and any(opener.startswith(self._held) for opener in self._openers):
             return False
         mark = next((opener for opener in self._openers if self._held.startswith(opener)), "")
-        self._kind, self._fresh = self._openers.get(mark, self._said), True
-        if self._kind != "header":  # which is read with its marks
+        self._kind, self._fresh = self._openers.get(mark, self._plain_kind), True
+        if self._kind != "header":  # a header is parsed with its mark
             self._held = self._held.removeprefix(mark)
         return True
 
     def _take(self, text: str, mark: str, parts: list[Part]) -> None:
-        """Add what a piece of the present kind is. `mark`: that ends it; "": none has come."""
+        """Add a piece of the current part. `mark`: the mark that ends the part; "": none has
+        arrived."""
         if self._kind == "list":
             parts += self._calls(text, text)
         elif self._kind == "call":
@@ -188,7 +201,8 @@ class OutputParser:
             parts.append(Part("reasoning" if self._kind == "reasoning" else "content", text))
 
     def _follow(self, before: str, mark: str) -> None:
-        """Set what the part behind a mark is, where the mark alone does not say it."""
+        """Set the kind of the part after a mark that does not determine it alone. `before`: the
+        text before the mark."""
         self._opened = mark
         if self._form.dialect != "harmony":
             return
@@ -204,16 +218,15 @@ class OutputParser:
             self._kind = "reasoning"
 
     def _calls(self, text: str, raw_text: str) -> list[Part]:
-        """Return the calls that a text consists of; content where it is anything else, or cut
-        off."""
+        """Return the calls in a text, or `raw_text` as content if it cannot be parsed."""
         try:
-            calls = [self._call(call) for call in self._said_calls(text)]
+            calls = [self._call(call) for call in self._decode_calls(text)]
         except (ValueError, TypeError, LookupError, RecursionError):
             calls = []
         return calls or ([Part("content", raw_text)] if raw_text else [])
 
-    def _said_calls(self, text: str) -> list[Any]:
-        """Raises ValueError and the like for what is none."""
+    def _decode_calls(self, text: str) -> list[Any]:
+        """Return the calls as decoded JSON. Raises ValueError, LookupError, RecursionError."""
         if self._form.dialect == "harmony" and self._kind == "call":
             return [{"name": self._recipient, "arguments": json.loads(text or "{}")}]
         if self._form.dialect == "gemma" and self._kind == "call":
@@ -224,7 +237,7 @@ class OutputParser:
         return decoded if isinstance(decoded, list) else [decoded]
 
     def _call(self, decoded: Any) -> Part:
-        """Raises ValueError for what is no call of one of these functions."""
+        """Return a decoded call as a part. Raises ValueError unless it calls a known function."""
         if not isinstance(decoded, dict) or decoded.get("name") not in self._form.names:
             raise ValueError("no call")
         arguments = decoded.get("arguments", decoded.get("parameters"))
@@ -235,7 +248,7 @@ class OutputParser:
             arguments_text = "{}"
         elif not isinstance(json.loads(arguments_text), dict):
             raise ValueError("no object")
-        text = arguments_text.encode(errors="replace").decode()  # half a surrogate pair is no text
+        text = arguments_text.encode(errors="replace").decode()  # without lone surrogates
         function = CalledFunction(name=decoded["name"], arguments=text)
         return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))
 
@@ -246,12 +259,12 @@ def _overlap(text: str, mark: str) -> int:
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
-# --- calls that are no JSON
+# --- calls that are not JSON
 
 
 def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>, as Qwen3-Coder and Qwen3.5
-    write it. A value is text where the function's schema says so, else JSON where it is that."""
+    """Parse <function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>, as Qwen3-Coder and
+    Qwen3.5 write it. A value is text if the schema says so or it is not JSON. Raises ValueError."""
     match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", text, re.DOTALL)
     if match is None:
         raise ValueError("no call")
@@ -274,7 +287,8 @@ def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def _gemma_call(text: str) -> dict[str, Any]:
-    """call:name{key:<|"|>text<|"|>,other:1,list:[true]}, as Gemma 4 writes it."""
+    """Parse call:name{key:<|"|>text<|"|>,other:1,list:[true]}, as Gemma 4 writes it. Raises
+    ValueError, LookupError."""
     match = re.match(r"\s*call:\s*([\w.-]+)\s*(?=\{)", text)
     if match is None:
         raise ValueError("no call")

@@ -581,17 +581,10 @@ def _accepts_anything(schema: Schema, ignored_keywords: tuple[str, ...] = ()) ->
 
 
 @functools.lru_cache(256)
-def _is_supported_text(keyword: str, value: str) -> bool:
+def _is_supported(keyword: str, value: str) -> bool:
+    """Return whether the compiler supports this value of `pattern` or `format`."""
     from llguidance import LLMatcher
 
-    if keyword == "format":
-        schema = {"type": "string", "format": value}
-    else:
-        schema = {"type": "string", "pattern": value}
+    schema = {"type": "string", keyword: value}
     grammar = LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}")
     return not LLMatcher.validate_grammar(grammar)
-
-
-def _is_supported(keyword: str, value: Any) -> bool:
-    """Return whether the compiler supports this value of `pattern` or `format`."""
-    return _is_supported_text(keyword, value)
