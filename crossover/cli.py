@@ -70,8 +70,10 @@ VERBS: dict[str, tuple[str, str]] = {
 def _in_paragraphs(text: str) -> str:
     """Join each paragraph into one line, which the terminal wraps; keep those that begin with
     \\b."""
-    said = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(one if "\b" in one else " ".join(one.split()) for one in said)
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        paragraph if "\b" in paragraph else " ".join(paragraph.split()) for paragraph in paragraphs
+    )
 
 
 class _Verbs(TyperGroup):
@@ -87,15 +89,14 @@ class _Verbs(TyperGroup):
         if ctx.resilient_parsing or getattr(ctx, LISTING, False):
             return TyperCommand(name, help=help_line)
         module_name, _, attribute = target.partition(":")
-        found = getattr(importlib.import_module(module_name), attribute)
-        if not isinstance(found, typer.Typer):
-            app = typer.Typer(add_completion=False)
-            app.command(name=name)(found)
-            found = app
-        command = typer.main.get_command(found)
+        app = getattr(importlib.import_module(module_name), attribute)
+        if not isinstance(app, typer.Typer):
+            function, app = app, typer.Typer(add_completion=False)
+            app.command(name=name)(function)
+        command = typer.main.get_command(app)
         command.name = name
-        for one in (command, *getattr(command, "commands", {}).values()):
-            one.help = _in_paragraphs(one.help or "")
+        for shown_command in (command, *getattr(command, "commands", {}).values()):
+            shown_command.help = _in_paragraphs(shown_command.help or "")
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

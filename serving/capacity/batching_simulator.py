@@ -1,4 +1,4 @@
-"""Simulation of continuous batching: TTFT and TPOT of each request of a server that never ran.
+"""Simulation of continuous batching: TTFT and TPOT of each request on a simulated server.
 
     simulated = simulate(step_times, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
     simulated.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()     # SLO attainment
@@ -495,9 +495,8 @@ class _Engine:
 
     def row_costs(self, rows: int) -> tuple[float, float]:
         slots, context_seconds = self.settings.slots, self.context_seconds * self.context
-        return self.decode_seconds[rows] + context_seconds, (
-            self.decode_seconds[slots] + context_seconds
-        ) / slots
+        full_step_seconds = self.decode_seconds[slots] + context_seconds
+        return self.decode_seconds[rows] + context_seconds, full_step_seconds / slots
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
         """Return the prompt tokens that take this long: as whole prompts of the mean length, each

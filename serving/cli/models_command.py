@@ -177,7 +177,7 @@ def plan_models(
             unchecked = msgspec.structs.replace(request, check_memory=False, **engine_format)
             with contextlib.suppress(NoPlacement):  # the decision says why
                 for attempt in plan(unchecked, facts, obstacles).attempts:
-                    typer.echo(f"  {_told(attempt)}")
+                    typer.echo(f"  {_memory_line(attempt)}")
         try:
             decision = plan(request, facts, obstacles)
         except NoPlacement as problem:
@@ -205,7 +205,7 @@ def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
     return engines
 
 
-def _told(attempt: Attempt) -> str:
+def _memory_line(attempt: Attempt) -> str:
     """Return a line about the memory of a model in a format on a device."""
     size, verdict = formatting.size, "fits" if attempt.fits else "does not fit"
     free = attempt.free_bytes

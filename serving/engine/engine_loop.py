@@ -131,9 +131,8 @@ class Worker:
         table = [*table, *[b""] * (info.vocabulary - len(table))][: info.vocabulary]
         ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
         self._grammars = Grammars(table, ends)
-        text_table = with_marks(
-            table, tokenizer
-        )  # not for grammars, which must never sample a mark
+        # Grammars get the table without the text of marks, which they must never sample.
+        text_table = with_marks(table, tokenizer)
         self.scheduler = Scheduler(self.backend, text_table, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))

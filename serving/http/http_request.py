@@ -70,9 +70,8 @@ class Request:
             )
             raise ApiError(415, text, "unsupported_media_type")
         length = headers.get(b"content-length", b"")
-        size = (
-            int(length) if length.isdigit() else 0
-        )  # as announced, or as received if that is more
+        # The announced size, or the received one if that is larger.
+        size = int(length) if length.isdigit() else 0
         has_more = True
         body = bytearray()
         while has_more and size <= MAX_BODY_BYTES:

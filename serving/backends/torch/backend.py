@@ -185,20 +185,20 @@ class TorchBackend:
             torch.cuda.empty_cache()
 
     def _run(self, rows: list[Row], drawn: Tensor | None = None) -> tuple[Tensor, list[Row]]:
-        """Logits of the rows that want a token, and these rows in the logits' order. `drawn`: see
-        forward_pass.known."""
+        """Return the logits of the rows that want a token, and these rows in the logits' order.
+        `drawn`: see forward_pass.known."""
         model = self._model
         if model is None:
             raise EngineFailed("the backend is closed")
         for row in rows:
             check_row(row, self._lengths[row.slot], model.width)
             self._lengths[row.slot] = row.position
-        found = None if self._graphs is None else self._graphs.run(rows, drawn)
-        return found or run_pass(model, rows, self._logits, drawn)
+        replayed = None if self._graphs is None else self._graphs.run(rows, drawn)
+        return replayed or run_pass(model, rows, self._logits, drawn)
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if not rows:
-            if self._is_gpu:  # else what the GPU still has to do would be the next step's time
+            if self._is_gpu:  # otherwise the next step would be charged for the GPU's open work
                 torch.cuda.synchronize()
             return []
         if not self._device_sampling:
@@ -207,13 +207,14 @@ class TorchBackend:
         # One copy to the host, which waits for the step.
         both = torch.stack((tokens, good.long())).cpu().tolist()
         drawn = zip(rows, *both, strict=True)
-        found = [Sampled(token) if good and drawable(row) else None for row, token, good in drawn]
-        rest = [index for index, one in enumerate(found) if one is None]
-        if rest:
-            values = logits[to_device(np.array(rest), self._device)].cpu().numpy()
-            late = dict(zip(rest, sample(values, [rows[index] for index in rest]), strict=True))
-            found = [late.get(index, one) for index, one in enumerate(found)]
-        return [one for one in found if one is not None]
+        samples = [Sampled(token) if good and drawable(row) else None for row, token, good in drawn]
+        on_host = [index for index, sampled in enumerate(samples) if sampled is None]
+        if on_host:
+            values = logits[to_device(np.array(on_host), self._device)].cpu().numpy()
+            host_samples = sample(values, [rows[index] for index in on_host])
+            for index, sampled in zip(on_host, host_samples, strict=True):
+                samples[index] = sampled
+        return [sampled for sampled in samples if sampled is not None]
 
     def _make_graphs(self, model: SlotModel, logits: Tensor, limit: int, progress: Progress) -> str:
         """Capture steps and draws as CUDA graphs. Return "true", or "false: " and the reason, for

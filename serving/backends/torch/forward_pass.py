@@ -218,7 +218,7 @@ def unpacked(
 
 
 def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[Block, Tensor]]:
-    """Neighbouring rows with equally many tokens, and the mask of each such block."""
+    """Return the blocks of neighboring rows with equally many tokens, each with its mask."""
     blocks: list[Block] = []
     end = 0
     for row in rows:
@@ -229,31 +229,32 @@ def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[
         else:
             blocks.append(Block(end, count, row.slot, row.slot + 1, row.position))
         end += count
-    found = []
+    masked_blocks = []
     for block in blocks:
         size = block.hi - block.lo
-        asked = positions[block.first : block.first + size * block.piece]
-        allowed = model.columns[: block.seen] <= asked.view(size, 1, block.piece, 1)
+        own_positions = positions[block.first : block.first + size * block.piece]
+        allowed = model.columns[: block.seen] <= own_positions.view(size, 1, block.piece, 1)
         mask = torch.zeros(allowed.shape, dtype=model.dtype, device=model.device)
         mask = mask.masked_fill_(~allowed, float("-inf"))
-        found.append((block, mask.repeat(1, 1, model.spec.heads // model.spec.kv_heads, 1)))
-    return found
+        mask = mask.repeat(1, 1, model.spec.heads // model.spec.kv_heads, 1)
+        masked_blocks.append((block, mask))
+    return masked_blocks
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the host, where a copy to the device need not wait: one from pageable memory, as
-    `torch.tensor(values, device=...)` makes it, waits for all that the device was asked before."""
+    """Return the array in pinned memory of the host if the device is a GPU. A copy from pageable
+    memory, such as `torch.tensor(values, device=...)`, waits for all earlier work of the device."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array there, by a copy that the host does not wait for."""
+    """Return the array on the device, by a copy that the host does not wait for."""
     return pinned(array, device).to(device, non_blocking=True)
 
 
 def known(ids: Tensor, drawn: Tensor | None) -> Tensor:
-    """Token ids where -1 - n stood for drawn[n]."""
+    """Return the token ids with each -1 - n replaced by drawn[n]."""
     if drawn is None or not len(drawn):
         return ids
     return torch.where(ids < 0, drawn[(-1 - ids).clamp_(min=0)], ids)
