@@ -10,7 +10,7 @@
 What is made lies in the cache. What was not finished, or was made by an earlier version, is made
 again. Nothing that can run code is read: no pickles, no remote code.
 
-CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a ladder model, by models.random_weights
+CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    by crossover.models.random_weights
 CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by crossover.models.convert_to_onnx
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        of a folder of safetensors, to ONNX
@@ -122,9 +122,8 @@ def _resolved(
             progress,
         )
     named_path = find_local(name)
-    if named_path is None or (
-        kind != "gguf" and named_path[0] == packaged_file(name)
-    ):  # no safetensors
+    # The packaged file is a GGUF file, so other kinds are fetched from the hub.
+    if named_path is None or (kind != "gguf" and named_path[0] == packaged_file(name)):
         named_path = _downloaded(name, progress)
     path, called = named_path
     if is_gguf(path):
@@ -245,7 +244,7 @@ def _folder(
     cache: Path,
     progress: Progress | None,
 ) -> ResolvedModel:
-    """`asked`: the format that it must have, or be made of."""
+    """`requested_format`: the format that the folder must have, or is converted to."""
     if kind == "gguf":
         raise UnsupportedModel(
             f"{path.name} is a folder, but llama_cpp needs a GGUF file. Give one (on the hub: "
