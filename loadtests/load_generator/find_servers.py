@@ -14,15 +14,22 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from crossover.loadtests.errors import TargetUnusable
 from crossover.loadtests.load_generator.endpoint_details import (
+    ANSWER_SECONDS,
     Software,
     cards_of,
     read_object,
     read_route,
     software_of,
 )
-from crossover.loadtests.load_generator.http_connection import Pool, connect
-from crossover.loadtests.load_generator.openai_endpoint import names_of_models
+from crossover.loadtests.load_generator.http_connection import Pool, connect, fetch, get_bytes
+from crossover.loadtests.load_generator.openai_endpoint import (
+    MODELS,
+    Target,
+    names_of_models,
+    pool_for,
+)
 
 SOFTWARE_NAMES: dict[Software, str] = {
     "crossover": "Crossover",
@@ -63,10 +70,27 @@ def find_local_servers(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[LocalS
     return [server for server in found if server is not None and server.models]
 
 
-def look_at(url: str) -> LocalServer | None:
-    """Return the server at a URL; None where nothing there answers /v1/models."""
-    with connect(url) as pool:
-        listed = read_route(pool, "/v1/models")
+def ports_that_need_a_key(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[int]:
+    """Return the ports of this machine that refuse to list models without an API key.
+
+    No key is sent to them: whoever listens there could keep it.
+    """
+    refusing = []
+    for port in ports:
+        with contextlib.suppress(TargetUnusable), connect(f"http://{LOOPBACK}:{port}") as pool:
+            status, _, _ = fetch(pool, get_bytes(pool, MODELS), ANSWER_SECONDS)
+            if status in (401, 403):
+                refusing.append(port)
+    return refusing
+
+
+def look_at(url: str, api_key_env: str | None = None) -> LocalServer | None:
+    """Return the server at a URL; None where nothing there answers /v1/models.
+
+    Raises TargetUnusable if the environment variable of the API key is not set.
+    """
+    with pool_for(Target(url=url, api_key_env=api_key_env)) as pool:
+        listed = read_route(pool, MODELS)
         if listed is None:
             return None
         try:

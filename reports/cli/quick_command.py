@@ -30,6 +30,7 @@ from crossover.loadtests.load_generator.find_servers import (
     LocalServer,
     find_local_servers,
     look_at,
+    ports_that_need_a_key,
 )
 from crossover.loadtests.load_generator.load_options import parse_workload
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe
@@ -239,16 +240,22 @@ def _shape_of(options: QuickOptions) -> ModelSpec | None:
 
 
 def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
-    """Raises TargetUnusable where no server answers."""
+    """Raises TargetUnusable where no server answers, or none without an API key."""
     if options.url is not None:
         url = options.url.strip()
         url = f"http://127.0.0.1:{url}" if url.isdecimal() else url
         url = url if "://" in url else f"http://{url}"
         check_target(Target(url=url))
         progress.tick(f"looking at {url}")
-        return look_at(url) or LocalServer(url, "unknown", ())
+        return look_at(url, options.api_key_env) or LocalServer(url, "unknown", ())
     progress.tick("looking for a server on this machine")
     found = find_local_servers()
+    if not found and (refusing := ports_that_need_a_key()):
+        raise TargetUnusable(
+            f"Port {refusing[0]} of this machine answers only with an API key. Put the key into an "
+            "environment variable and name it, and the port: "
+            f"`crossover quick {refusing[0]} --api-key-env NAME`."
+        )
     if not found:
         ports = ", ".join(f"{port} ({who})" for port, who in USUAL_PORTS.items())
         model = PACKAGED if packaged_file(PACKAGED) is not None else "135m"

@@ -160,9 +160,13 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_without_a_server_it_offers_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick_command, "find_local_servers", list)
+    monkeypatch.setattr(quick_command, "ports_that_need_a_key", list)
     status, text = run_command()
     assert status != 0 and "8000" in text and "11434" in text
     assert "crossover serve" in text
+    monkeypatch.setattr(quick_command, "ports_that_need_a_key", lambda: [8080])
+    status, text = run_command()
+    assert status != 0 and "crossover quick 8080 --api-key-env" in text
 
 
 def test_a_server_that_does_not_stream_is_named_with_its_words(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.load_generator.endpoint_details import ask_details, shape_by_name
-from crossover.loadtests.load_generator.find_servers import find_local_servers, look_at
+from crossover.loadtests.load_generator.find_servers import (
+    find_local_servers,
+    look_at,
+    ports_that_need_a_key,
+)
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.model_ladder import ladder_model
 from tests.loadtests.load_generator.scripted_endpoint import Asked, Handler, answered, scripted
@@ -112,10 +116,29 @@ def test_what_is_no_such_server_is_none_and_says_nothing(body: bytes) -> None:
     assert (details.slots, details.spec, details.placement) == (None, None, None)
 
 
+def test_a_server_behind_a_key_is_known_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str | None] = []
+
+    def handler(asked: Asked) -> bytes:
+        sent.append(asked.headers.get("authorization"))
+        if sent[-1] != "Bearer secret":
+            return answered({"error": "Unauthorized"}, status=401)
+        return server("vllm", ["m"])(asked)
+
+    monkeypatch.setenv("MY_KEY", "secret")
+    with scripted(handler) as url:
+        port = int(url.rpartition(":")[2])
+        assert find_local_servers([port]) == [] and ports_that_need_a_key([port]) == [port]
+        assert set(sent) == {None}, "whoever listens on a usual port gets no key"
+        found = look_at(url, "MY_KEY")
+    assert found is not None and found.software == "vllm"
+
+
 def test_a_port_without_a_listener_has_no_server() -> None:
     with socket.socket() as one:  # bound, and nobody listens
         one.bind(("127.0.0.1", 0))
-        assert find_local_servers([one.getsockname()[1]]) == []
+        port = one.getsockname()[1]
+        assert find_local_servers([port]) == [] == ports_that_need_a_key([port])
 
 
 @pytest.mark.parametrize(
