@@ -283,7 +283,8 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
         repository, file, called = ladder_model("135m").repository, None, PACKAGED
     else:
         match = HUB_ID.fullmatch(name)
-        if match is None or ".." in name:
+        is_path = name.endswith(".gguf") and ":" not in name
+        if match is None or ".." in name or is_path:
             raise unknown_model(name)
         repository, file, called = match[1], match[2], name_of(name)
     from huggingface_hub import snapshot_download, try_to_load_from_cache

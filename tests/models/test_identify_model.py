@@ -119,6 +119,7 @@ def test_models_that_are_called_the_same_are_told_apart(place: Path, tmp_path: P
         ("smolm2-135m", "Did you mean smollm2-135m"),
         ("smollm2-135m-instrukt", f"Did you mean {PACKAGED}"),
         ("{place}/tiny-Q8_O.gguf", "Did you mean .*/tiny-Q8_0.gguf"),
+        ("models/tiny-Q8_O.gguf", "no file or folder 'models/tiny-Q8_O.gguf'"),
         ("{place}/tinny", "no file or folder .* Did you mean .*/tiny"),
     ],
 )
