@@ -250,7 +250,7 @@ class Pool:
                 f"{url!r} holds a query (?{parts.query}), which requests would not carry: leave it "
                 "out"
             )
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not host or host.isdecimal():
             raise TargetUnusable(
                 f"{url!r} is not the URL of an endpoint. A URL looks like http://127.0.0.1:8000"
             )
@@ -337,6 +337,12 @@ class Pool:
             raise ConnectionError(
                 f"its certificate is not trusted ({problem.verify_message}). Set SSL_CERT_FILE to "
                 "a file of trusted certificates"
+            ) from problem
+        except ssl.SSLError as problem:
+            sock.close()
+            raise ConnectionError(
+                f"no TLS connection came about ({problem.reason}). If the server has no TLS, its "
+                "URL begins with http://"
             ) from problem
         except BaseException:
             sock.close()

@@ -40,6 +40,7 @@ PROBE_TOKENS = (8, 64)  # output tokens; the second number if the endpoint refus
 PROBE_WORDS = (4, 64)  # of two prompts, whose token counts give the tokens per word and the rest
 MAX_PROBES = 16  # forms of a request that are tried
 MODELS = "/v1/models"
+MODEL_OPTION = "--model (model in a campaign)"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
 REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
 BUSY = (429, 503)  # the endpoint is loading its model or serving others
@@ -308,7 +309,9 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
             if listed_names and model not in listed_names:
                 advice += f". It does not list the model {model!r}, but {', '.join(listed_names)}"
             elif target.model is None and listed_names[1:]:
-                advice += f". It also lists {', '.join(listed_names[1:])}: choose one with `model`"
+                advice += (
+                    f". It also lists {', '.join(listed_names[1:])}: choose one with {MODEL_OPTION}"
+                )
     return (EndpointRefuses if is_refused else TargetUnusable)(
         f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
         f"{record.error_message or 'no message'}{advice}"
@@ -386,7 +389,7 @@ def _first_model(target: Target, pool: Pool) -> str:
     """Return the first model that the endpoint lists. Raises TargetUnusable if it lists none."""
     if not (models := _models(target, pool)):
         raise TargetUnusable(
-            f"{pool.host}{pool.path_of(MODELS)} lists no models. Name one with `model`"
+            f"{pool.host}{pool.path_of(MODELS)} lists no models. Name one with {MODEL_OPTION}"
         )
     return models[0]
 
@@ -403,7 +406,7 @@ def _models(target: Target, pool: Pool) -> list[str]:
     if status == 404:
         return []
     if not 200 <= status < 300:
-        advice = KEY_ADVICE if status in (401, 403) else "; say which model with `model`"
+        advice = KEY_ADVICE if status in (401, 403) else f"; name the model with {MODEL_OPTION}"
         locations = [value for name, value in headers if name.lower() == b"location"]
         message = words_of_body(body)
         if not message and locations:
@@ -414,7 +417,7 @@ def _models(target: Target, pool: Pool) -> list[str]:
         names = names_of_models(response)
     except ValueError as problem:
         raise TargetUnusable(
-            f"{where} is not what OpenAI's API returns. Name the model with `model`"
+            f"{where} is not what OpenAI's API returns. Name the model with {MODEL_OPTION}"
         ) from problem
     if not names and isinstance(response, dict) and is_error(response):
         raise TargetUnusable(f"{where} answered with an error: {words_of(response)}")

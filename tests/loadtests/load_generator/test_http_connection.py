@@ -159,6 +159,12 @@ def test_tls_works_and_a_certificate_is_checked(
     assert ask(serve(*pieces, context=context)) == (None, None, 2)
 
 
+def test_a_server_without_tls_is_said_to_have_none(serve: Serve) -> None:
+    url = serve(HEAD + b"Content-Length: 0\r\n\r\n").replace("http://", "https://")
+    error, message, _ = ask(url)
+    assert error == "connection" and "its URL begins with http://" in (message or "")
+
+
 def test_what_a_hostile_server_sends_is_bounded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

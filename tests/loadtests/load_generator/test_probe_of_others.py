@@ -129,16 +129,16 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
     ("models", "message"),
     [
         (answered({"error": {"message": "who are you?"}}, 401), "401: who are you\\?; .*api_key"),
-        (answered({"error": "later"}, 500), "500: later; say which model"),
-        (answered(b"<html>", kind="text/html"), "Name the model with `model`"),
+        (answered({"error": "later"}, 500), "500: later; name the model with --model"),
+        (answered(b"<html>", kind="text/html"), "Name the model with --model"),
         ({"data": None}, "lists no models"),
         ({"data": [{"name": 3}, None]}, "lists no models"),
         ({"error": {"message": "the account is closed"}}, "an error: the account is closed"),
         ({"detail": "the account is closed"}, "an error: the account is closed"),
-        (answered(b"[" * 5000), "Name the model with `model`"),
+        (answered(b"[" * 5000), "Name the model with --model"),
         (
             b"HTTP/1.1 307 X\r\nLocation: https://h/v1\r\nContent-Length: 0\r\n\r\n",
-            "307: redirected to https://h/v1; say which",
+            "307: redirected to https://h/v1; name the",
         ),
         ({"data": [{"id": "embeddings"}, {"id": "m"}]}, "also lists m: choose one"),
     ],
@@ -343,6 +343,7 @@ def test_urls_are_read_as_people_write_them(url: str, host: str, head: bytes) ->
         *("http://a..b", "http://" + "a" * 64 + ".example"),
         *("http://.例", "http://h\x7f", "http://\udcff", "http://" + "例" * 80, "http://[::1"),
         "http://u:p@host",
+        "8080",  # a port alone would be the host 0.0.31.144
     ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
