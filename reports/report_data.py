@@ -462,7 +462,7 @@ def _cell_of(
             reasoning_share=0.0 if calibrated is None else calibrated.reasoning_share,
             workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
-            least_seconds=least_seconds,
+            min_level_seconds=least_seconds,
         )
     factor = capacity.factor if capacity is not None and capacity.factor else LOADED
     if calibrated is not None and step_times is not None and policy is not None:

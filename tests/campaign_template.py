@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from crossover.loadtests.campaign.campaign_file import (
-    NOT_OF_SERVER,
+    REFUSED_SERVER_OPTIONS,
     CampaignFile,
-    Engine,
     Search,
-    Server,
+    ServerSettings,
     SloSpec,
+    ThirdPartyEngine,
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.serving.workload.arrivals import Arrivals
@@ -27,10 +27,10 @@ from crossover.serving.workload.request_lengths import Workload
 SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "slo": (SloSpec, {"preset": "chat"}),
     "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
-    "server": (Server, {}),
+    "server": (ServerSettings, {}),
     "search": (Search, {}),
     "target": (Target, {}),
-    "engines": (Engine, {"name": "vllm", "command": "vllm serve {model} --port {port}"}),
+    "engines": (ThirdPartyEngine, {"name": "vllm", "command": "vllm serve {model} --port {port}"}),
 }
 LISTS = ("engines",)  # [[...]]
 ABSENT = ("target", "engines")  # a file has them only where it wants them
@@ -53,7 +53,7 @@ def keys_of(kind: type[msgspec.Struct]) -> list[Key]:
     types = get_type_hints(kind, include_extras=True)
     keys = []
     for one in msgspec.structs.fields(kind):
-        if kind is Server and one.name in NOT_OF_SERVER:
+        if kind is ServerSettings and one.name in REFUSED_SERVER_OPTIONS:
             continue
         default = None if one.default is msgspec.NODEFAULT else one.default
         if one.default_factory is not msgspec.NODEFAULT:

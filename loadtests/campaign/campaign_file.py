@@ -19,6 +19,7 @@ with key and value. Reading a campaign starts nothing and does not look at the m
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -53,10 +54,13 @@ from crossover.serving.workload.trace_file import load_trace
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 RECIPES = Path(__file__).parents[1] / "engines"  # shipped third-party engines, one a file
-FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads", "cores")
+# What the command of an engine may have in braces.
+PLACEHOLDERS = ("model", "port", "host", "slots", "context", "kv_tokens", "threads", "cores")
 AUTO = "auto"  # in place of models: the ladder models around this machine's capacity
+SINGLE_STREAM_SECONDS = 20.0
 # A GPU answers dozens of requests a second, so less time gives as much evidence.
-SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
+GPU_SINGLE_STREAM_SECONDS = 8.0
+GPU_LEVEL_SECONDS = 20.0
 # Measured on the CPU if the campaign names no backend; for models outside the ladder it is the
 # first engine that can run them.
 CPU_BACKEND = DEFAULTS["cpu"][0]
@@ -64,11 +68,12 @@ CPU_BACKEND = DEFAULTS["cpu"][0]
 # backends.
 GPU_BACKEND = DEFAULTS["gpu"][0]
 OTHER_ENGINES = "List other engines as [[engines]] tables: docs/measure-any-endpoint.md."
-CHECKED_SESSIONS = 2_000  # conversations that a campaign draws to see whether they fit
-# Of a server's context, for what a conversation is counted to have: the marks of the chat template,
-# and answers that become more tokens when they are sent back.
-CONTEXT_USED = 0.85
-ANY_MODEL = "135m"  # all ladder models run on the same engines
+CHECKED_SESSIONS = 2_000  # conversations that are drawn to check whether they fit in the context
+# Largest part of a server's context that a conversation may take by the workload's token counts.
+# The rest is for what they leave out: the marks of the chat template, and answers that become more
+# tokens when they are sent back.
+MAX_CONTEXT_SHARE = 0.85
+ANY_LADDER_MODEL = "135m"  # all ladder models run on the same engines
 Device = Literal["cpu", "gpu"]
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
@@ -77,7 +82,7 @@ class GpuSettings(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Scheduler settings of a server on a GPU."""
 
 
-class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerSettings(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the server of each cell is started: options of `crossover serve` with the same names."""
 
     context_tokens: Annotated[Count, key("Maximum tokens of one request, prompt and answer.")] = (
@@ -120,16 +125,8 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
 
-# Options of `serve` that a campaign sets for its cells or not at all, and the key to use instead.
-NOT_OF_SERVER = (
-    "policy",
-    "backend",
-    "weight_format",
-    "calibration",
-    "idle_unload_seconds",
-    "bridge",
-)
-INSTEAD_OF_SERVER = {
+# Options of `serve` that are not allowed in [server], and what the user can do instead.
+REFUSED_SERVER_OPTIONS = {
     "policy": 'Use the top-level key devices: ["cpu"], ["gpu"] or both.',
     "backend": "Use the top-level key backends.",
     "weight_format": "Use the top-level key formats.",
@@ -195,16 +192,16 @@ class Search(Table, frozen=True):
 
     def single_stream_seconds_on(self, device: str | None) -> float:
         """Return the maximum time for the single-stream requests on a device."""
-        usual = GPU_SINGLE_STREAM_SECONDS if device == "gpu" else SINGLE_STREAM_SECONDS
-        return self.single_stream_seconds or usual
+        default = GPU_SINGLE_STREAM_SECONDS if device == "gpu" else SINGLE_STREAM_SECONDS
+        return self.single_stream_seconds or default
 
     def level_seconds_on(self, device: str | None) -> float:
         """Return the length of the shortest level that confirms a rate on a device."""
-        usual = GPU_LEVEL_SECONDS if device == "gpu" else MIN_SECONDS
-        return self.level_seconds or usual
+        default = GPU_LEVEL_SECONDS if device == "gpu" else MIN_SECONDS
+        return self.level_seconds or default
 
 
-class Engine(Table, frozen=True):
+class ThirdPartyEngine(Table, frozen=True):
     """Another project's engine, started by a command for each of its cells."""
 
     name: Annotated[
@@ -267,7 +264,9 @@ class CampaignFile(Table, frozen=True):
             "trial). Default: llama_cpp, or onnx for a folder, and the GPU's engine."
         ),
     ] = None
-    engines: Annotated[list[Engine], key("Engines of other projects; they need --trust.")] = []
+    engines: Annotated[
+        list[ThirdPartyEngine], key("Engines of other projects; they need --trust.")
+    ] = []
     recipes: Annotated[
         list[str],
         key("Engines of loadtests/engines to measure, by file name; they need --trust."),
@@ -275,9 +274,9 @@ class CampaignFile(Table, frozen=True):
     target: Annotated[
         Target | None, key("Endpoint that is already running, to measure instead of models.")
     ] = None
-    server: Annotated[Server, key("Options of the server that is started for each cell.")] = (
-        Server()
-    )
+    server: Annotated[
+        ServerSettings, key("Options of the server that is started for each cell.")
+    ] = ServerSettings()
     workload: Annotated[Workload, key("Lengths of prompts and answers.")] = DEFAULT_WORKLOAD
     api: Annotated[
         Literal["auto", "completions", "chat"],
@@ -317,13 +316,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     model: str  # the model's name: short, and unique in the run
-    weight_format: str  # for a best engine: the format in which it is chosen; "": any
-    backend: str
+    weight_format: str  # "": not known, or not chosen yet
+    backend: str  # BEST until the fastest engine is chosen
     slots: int | None = None
     url: str | None = None  # the endpoint, if the runner does not start a server
     engine: str = ""  # the name of one of the campaign's `engines`
-    threads: int | None = None  # chosen with the best engine; None: those of the layout
-    is_best: bool = False  # the engine is the CPU's fastest, chosen when the cell starts
+    threads: int | None = None  # chosen with the fastest engine; None: those of the layout
+    is_best: bool = False  # the engine is the fastest on the CPU, chosen when the cell starts
     # None for an endpoint or another project's engine, which reports its device; before a run has
     # begun, if the campaign names no devices; and in runs of earlier versions.
     device: Device | None = None
@@ -339,15 +338,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model's shape; None: not known."""
         if self.identity is not None:
             return self.identity.spec
-        return (
-            ladder_model(self.model).spec
-            if self.url is None and is_ladder_model(self.model)
-            else None
-        )
+        if self.url is None and is_ladder_model(self.model):
+            return ladder_model(self.model).spec
+        return None
 
     @property
-    def known(self) -> ModelIdentity:
-        """Return what the model is."""
+    def model_identity(self) -> ModelIdentity:
+        """Return what the model is, also for a ladder model."""
         return self.identity or identify(self.model)
 
 
@@ -356,7 +353,7 @@ class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=Fa
 
     slo: Slo  # type: ignore[assignment]
 
-    def engine_of(self, cell: Cell) -> Engine | None:
+    def engine_of(self, cell: Cell) -> ThirdPartyEngine | None:
         """Return the other project's engine that serves a cell; None: it is one of Crossover's."""
         return next((engine for engine in self.engines if engine.name == cell.engine), None)
 
@@ -381,8 +378,8 @@ def campaign_of_models(models: Sequence[str]) -> Plan:
     except ModelError as problem:
         raise BadCampaign(f"{problem}") from problem
     more = f"-and-{len(models) - 1}-more" if len(models) > 1 else ""
-    text = DEMO.read_text(encoding="utf-8")
-    text = text.replace('\nname = "demo"', f'\nname = "{plain(first + more)}"', 1)
+    demo_text = DEMO.read_text(encoding="utf-8")
+    text = demo_text.replace('\nname = "demo"', f'\nname = "{file_name(first + more)}"', 1)
     return parse_campaign(text, models=models)
 
 
@@ -396,24 +393,27 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
             raise BadCampaign("; ".join(faults))
         if models and AUTO in file.models:
             file = msgspec.structs.replace(file, models=list(models))
-        changed = {"slo": slo_of(file.slo), "workload": with_context(file)}
-        campaign = Campaign(**(msgspec.structs.asdict(file) | changed))
-        return Plan(campaign, [] if AUTO in file.models else _parsed_cells(file), text)
+        fields = msgspec.structs.asdict(file)
+        fields["slo"] = slo_of(file.slo)
+        fields["workload"] = with_context_limit(file)
+        cells = [] if AUTO in file.models else _cells_of_file(file)
+        return Plan(Campaign(**fields), cells, text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
 
 
 def recipe_names() -> list[str]:
-    """The engines of others that are shipped."""
+    """Return the names of the third-party engines that are shipped with Crossover."""
     return sorted(file.stem for file in RECIPES.glob("*.toml"))
 
 
-def read_recipe(name: str) -> Engine:
-    """A shipped engine of others. Raises BadCampaign for a name that is not shipped."""
+def read_recipe(name: str) -> ThirdPartyEngine:
+    """Return a shipped third-party engine. Raises BadCampaign for a name that is not shipped."""
     if name not in recipe_names():
-        known = ", ".join(recipe_names())
-        raise BadCampaign(f"recipes: there is no recipe {name!r}. Available recipes: {known}.")
-    return converted(read_toml(RECIPES / f"{name}.toml", BadCampaign)[0], Engine, BadCampaign)
+        available = ", ".join(recipe_names())
+        raise BadCampaign(f"recipes: there is no recipe {name!r}. Available recipes: {available}.")
+    tables, _ = read_toml(RECIPES / f"{name}.toml", BadCampaign)
+    return converted(tables, ThirdPartyEngine, BadCampaign)
 
 
 def slo_of(spec: str | SloSpec) -> Slo:
@@ -421,11 +421,13 @@ def slo_of(spec: str | SloSpec) -> Slo:
     if isinstance(spec, str):
         spec = SloSpec(preset=spec)
     if spec.preset is not None and spec.preset not in SLO_PRESETS:
-        known = ", ".join(SLO_PRESETS)
-        raise BadCampaign(f"SLO preset {spec.preset!r} does not exist. Available presets: {known}")
-    given = msgspec.structs.asdict(spec)
-    del given["preset"]
-    changes = {name: value for name, value in given.items() if value is not None}
+        available = ", ".join(SLO_PRESETS)
+        raise BadCampaign(
+            f"SLO preset {spec.preset!r} does not exist. Available presets: {available}"
+        )
+    fields = msgspec.structs.asdict(spec)
+    del fields["preset"]
+    changes = {name: value for name, value in fields.items() if value is not None}
     if spec.preset is None:
         return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
     if changes.keys() & set(LIMITS.values()):
@@ -434,75 +436,70 @@ def slo_of(spec: str | SloSpec) -> Slo:
 
 
 def check_trust(plan: Plan) -> None:
-    """Refuse what only a trusted campaign may use, because its file may come from anybody.
+    """Raise BadCampaign if the campaign uses something that only a trusted campaign may use.
 
-    Raises BadCampaign if it names a command, code (module:Class) or the variable of a key.
+    That is a command, code (module:Class), or an environment variable whose value is sent to the
+    endpoint as its key. A campaign file may come from anybody.
     """
     target = plan.campaign.target
-    named = [engine.command for engine in plan.campaign.engines]
-    named += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
+    needs_trust = [engine.command for engine in plan.campaign.engines]
+    needs_trust += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
     if target is not None and target.api_key_env is not None:
-        named.append(f"the variable {target.api_key_env}, whose value is sent to {target.url}")
-    if named:
+        needs_trust.append(
+            f"the variable {target.api_key_env}, whose value is sent to {target.url}"
+        )
+    if needs_trust:
         raise BadCampaign(
-            f"The campaign uses {'; '.join(map(printable, named))}. "
+            f"The campaign uses {'; '.join(map(printable, needs_trust))}. "
             "If you trust all of this, add --trust."
         )
 
 
-def _parsed_cells(file: CampaignFile) -> list[Cell]:
+def _cells_of_file(file: CampaignFile) -> list[Cell]:
     """Return the cells as far as the file defines them; on_this_machine() adds the devices.
 
     Raises BadCampaign for a combination that cannot be measured on any machine.
     """
-    able = [name for name in file.backends or () if name != BEST and "gpu" in _devices_of(name)]
-    drivers = list(dict.fromkeys([*DEFAULTS["gpu"], *able]))
+    gpu_backends = list(DEFAULTS["gpu"])
+    for name in file.backends or ():
+        if name != BEST and name not in gpu_backends and "gpu" in _devices_of(name):
+            gpu_backends.append(name)
     devices: list[Device | None] = [*file.devices] or [None]
-    return cells_of(file, dict.fromkeys(devices, file.models), drivers)
+    return cells_of(file, dict.fromkeys(devices, file.models), gpu_backends)
 
 
 def cells_of(
-    file: CampaignFile, models: Mapping[Device | None, Sequence[str]], drivers: Sequence[str]
+    file: CampaignFile, models: Mapping[Device | None, Sequence[str]], gpu_backends: Sequence[str]
 ) -> list[Cell]:
     """Return the cells of a campaign: for each model and device the backends that run there, each
-    in the formats that it has; then the engines of others.
+    in the formats that it has; then the engines of other projects.
 
-    `models`: those to measure on each device (None: on what the machine has), in order. `drivers`:
-    the backends that can use the GPU, the preferred one first. Raises BadCampaign for a combination
-    that cannot be measured, and for a device on which nothing would be.
+    `models`: those to measure on each device, in order; the device None stands for whatever the
+    machine turns out to have. `gpu_backends`: the backends that can use the GPU, the preferred one
+    first. Raises BadCampaign for a combination that cannot be measured, and for a device on which
+    nothing would be measured.
     """
     if file.target is not None:
         return [cell_of_target(file.target)]
-    names = list(dict.fromkeys(name for some in models.values() for name in some))
+    names = list(dict.fromkeys(itertools.chain.from_iterable(models.values())))
+    cells: list[Cell] = []
     try:
-        known = dict(zip(names, identities_of(names), strict=True))
-        cells: list[Cell] = []
-        for name, model in known.items():
-            own = [device for device, some in models.items() if name in some]
-            found = [
-                cell
-                for device in own
-                for backend in backends_on(device, file, drivers, model, is_only=len(models) == 1)
-                for cell in _cells_of_backend(
-                    model, backend, file, device, device if len(models) > 1 else None
-                )
-            ]
-            if not found and not file.devices and (file.backends or not file.engines):
+        identities = identities_of(names)
+        for name, model in zip(names, identities, strict=True):
+            own_devices = [device for device in models if name in models[device]]
+            model_cells = _cells_of_model(model, own_devices, file, gpu_backends, len(models) == 1)
+            # Otherwise the fault is reported by device, or another project's engine runs the model.
+            needs_own_engine = not file.devices and (file.backends or not file.engines)
+            if not model_cells and needs_own_engine:
                 raise BadCampaign(refusal(model, file.backends, file.formats))
-            cells += found
+            cells += model_cells
     except (ModelError, ServingError) as problem:
         raise BadCampaign(f"{problem}") from problem
     for device in file.devices if file.models else ():
         if not any(cell.device == device for cell in cells):
-            raise BadCampaign(nothing_on(device, file, drivers))
+            raise BadCampaign(nothing_on(device, file, gpu_backends))
     for engine in file.engines:
-        for model in known.values():
-            weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
-            if engine.weights == model.kind and not engine.format:
-                weight_format = model.weight_format or weight_format
-            settings = file.server.filled(DEFAULT_SETTINGS["cpu"])
-            slots = settings.slots if "{slots}" in engine.command else None
-            cells.append(_cell(model, weight_format, engine.name, slots=slots, engine=engine.name))
+        cells += [_cell_of_engine(model, engine, file.server) for model in identities]
     if not cells:
         raise BadCampaign("There is nothing to measure: backends is empty. Name a backend.")
     key, times = Counter(cell.key for cell in cells).most_common(1)[0]
@@ -522,67 +519,89 @@ def identities_of(names: Sequence[str]) -> list[ModelIdentity]:
 def backends_on(
     device: Device | None,
     file: CampaignFile,
-    drivers: Sequence[str],
+    gpu_backends: Sequence[str],
     model: ModelIdentity,
     *,
     is_only: bool = True,
 ) -> list[str]:
     """Return the backends that a campaign measures with a model on a device, in order.
 
-    On the GPU: those named that are among `drivers`; where none or BEST is named, the first driver
-    that runs the model in a format asked for. On the CPU, and where the device is not known yet
-    (None): those named, else the usual ones; beside a GPU (`is_only` is False) torch only where no
-    other is named.
+    On the GPU: those that the campaign names, as far as they are among `gpu_backends`; where it
+    names none, or BEST, the first of these that runs the model in one of the campaign's formats.
+
+    On the CPU, and where the device is not known yet (None): those that it names, otherwise the
+    usual ones. If the GPU is measured too (`is_only` is False), torch is left out on the CPU unless
+    it is the only one: there it is a reference, and takes long.
     """
-    named = file.backends
     if device == "gpu":
-        own = [one for one in drivers if engines_on(model, one, file.formats)][:1]
-        if named is None:
-            return own
-        found = [own if name == BEST else [name] for name in named if name in (BEST, *drivers)]
-        return list(dict.fromkeys(name for names in found for name in names))
-    names = _usual_cpu_backends(model, file.formats) if named is None else named
+        return _backends_on_gpu(file, gpu_backends, model)
+    names = file.backends
+    if names is None:
+        names = _usual_cpu_backends(model, file.formats)
     if device is None:
-        can_be = named is not None or any(engines_on(model, one, file.formats) for one in names)
-        return names if can_be else backends_on("gpu", file, drivers, model)
-    names = [name for name in names if name == BEST or "cpu" in _devices_of(name)]
-    others = [name for name in names if name != GPU_BACKEND]
-    return names if is_only or not others else others
+        if file.backends is not None or any(engines_on(model, n, file.formats) for n in names):
+            return names
+        return _backends_on_gpu(file, gpu_backends, model)
+    on_cpu = [name for name in names if name == BEST or "cpu" in _devices_of(name)]
+    without_torch = [name for name in on_cpu if name != GPU_BACKEND]
+    return on_cpu if is_only or not without_torch else without_torch
+
+
+def _backends_on_gpu(
+    file: CampaignFile, gpu_backends: Sequence[str], model: ModelIdentity
+) -> list[str]:
+    able = [name for name in gpu_backends if engines_on(model, name, file.formats)]
+    preferred = able[:1]
+    if file.backends is None:
+        return preferred
+    backends: list[str] = []
+    for name in file.backends:
+        if name == BEST:
+            backends += preferred
+        elif name in gpu_backends:
+            backends.append(name)
+    return list(dict.fromkeys(backends))
 
 
 def _usual_cpu_backends(model: ModelIdentity, formats: Sequence[str]) -> list[str]:
-    """The backends that a model is measured with on the CPU where none is named."""
+    """Return the backend that a model is measured with on the CPU where the campaign names none.
+
+    The list is empty where no backend runs the model in one of the formats.
+    """
     if model.kind == "ladder":
         return [CPU_BACKEND]
-    able = [one.backend for one in usual_engines(model) if "cpu" in _devices_of(one.backend)]
-    return [name for name in able if engines_on(model, name, formats)][:1]
+    for engine in usual_engines(model):
+        is_on_cpu = "cpu" in _devices_of(engine.backend)
+        if is_on_cpu and engines_on(model, engine.backend, formats):
+            return [engine.backend]
+    return []
 
 
-def can_measure(device: Device, file: CampaignFile, drivers: Sequence[str]) -> bool:
+def can_measure(device: Device, file: CampaignFile, gpu_backends: Sequence[str]) -> bool:
     """Return whether a campaign's backends and formats leave anything to measure on a device."""
+    names = [name for name in file.models if name != AUTO] or [ANY_LADDER_MODEL]
     try:
-        models = [identify(name) for name in file.models if name != AUTO] or [identify(ANY_MODEL)]
-        return any(
-            name == BEST or engines_on(model, name, file.formats)
-            for model in models
-            for name in backends_on(device, file, drivers, model, is_only=False)
-        )
+        for model in map(identify, names):
+            for backend in backends_on(device, file, gpu_backends, model, is_only=False):
+                if backend == BEST or engines_on(model, backend, file.formats):
+                    return True
+        return False
     except ModelError as problem:
         raise BadCampaign(f"{problem}") from problem
 
 
-def nothing_on(device: str, file: CampaignFile, drivers: Sequence[str]) -> str:
+def nothing_on(device: str, file: CampaignFile, gpu_backends: Sequence[str]) -> str:
     """Return the sentence that says why a campaign has no cell on a device."""
-    able = drivers if device == "gpu" else [n for n in BACKENDS if "cpu" in BACKENDS[n].devices]
-    lists = {"backends": file.backends, "formats": file.formats}
-    asked = " and ".join(f"{key} = {', '.join(names)}" for key, names in lists.items() if names)
-    known = (
-        f"{name} ({', '.join(BACKENDS[name].formats if name in BACKENDS else ()) or 'any format'})"
-        for name in able
+    keys = {"backends": file.backends, "formats": file.formats}
+    given = " and ".join(f"{key} = {', '.join(names)}" for key, names in keys.items() if names)
+    able = (
+        gpu_backends if device == "gpu" else [n for n in BACKENDS if "cpu" in BACKENDS[n].devices]
     )
+    formats = {name: BACKENDS[name].formats if name in BACKENDS else () for name in able}
+    backends = [f"{name} ({', '.join(formats[name]) or 'any format'})" for name in able]
     return (
-        f"devices: Nothing can be measured on the {device.upper()} with {asked or 'these keys'}. "
-        f"Backends of this device: {', '.join(known)}"
+        f"devices: Nothing can be measured on the {device.upper()} with {given or 'these keys'}. "
+        f"Backends of this device: {', '.join(backends)}"
     )
 
 
@@ -594,6 +613,25 @@ def _devices_of(backend: str) -> tuple[str, ...]:
         raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
 
 
+def _cells_of_model(
+    model: ModelIdentity,
+    devices: Sequence[Device | None],
+    file: CampaignFile,
+    gpu_backends: Sequence[str],
+    is_only_device: bool,
+) -> list[Cell]:
+    """Return the cells of one model, by device, backend and format.
+
+    `is_only_device`: the campaign has one device, so that a cell's key need not name it.
+    """
+    cells: list[Cell] = []
+    for device in devices:
+        shown_device = None if is_only_device else device
+        for backend in backends_on(device, file, gpu_backends, model, is_only=is_only_device):
+            cells += _cells_of_backend(model, backend, file, device, shown_device)
+    return cells
+
+
 def _cells_of_backend(
     model: ModelIdentity,
     backend: str,
@@ -601,18 +639,33 @@ def _cells_of_backend(
     device: Device | None,
     shown_device: str | None,
 ) -> Iterator[Cell]:
-    """A cell for each format; the best engine is one cell for all: they limit its choice."""
-    about: dict[str, Any] = {"slots": file.server.settings_on(device).slots, "device": device}
-    about["shown_device"] = shown_device
+    """Yield a cell for each format. The best engine has one cell for all formats, among which it is
+    chosen."""
+    fields: dict[str, Any] = {
+        "slots": file.server.settings_on(device).slots,
+        "device": device,
+        "shown_device": shown_device,
+    }
     try:
         if backend == BEST:
-            if any(engines_on(model, one.backend, file.formats) for one in usual_engines(model)):
-                yield _cell(model, "", BEST, is_best=True, **about)
+            candidates = [engine.backend for engine in usual_engines(model)]
+            if any(engines_on(model, candidate, file.formats) for candidate in candidates):
+                yield _cell(model, "", BEST, is_best=True, **fields)
             return
         for engine in engines_on(model, backend, file.formats):
-            yield _cell(model, engine.weight_format, backend, **about)
+            yield _cell(model, engine.weight_format, backend, **fields)
     except BackendUnavailable as problem:
         raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
+
+
+def _cell_of_engine(model: ModelIdentity, engine: ThirdPartyEngine, server: ServerSettings) -> Cell:
+    """Return the cell of a model on another project's engine."""
+    weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
+    if engine.weights == model.kind and not engine.format:
+        weight_format = model.weight_format or weight_format
+    settings = server.filled(DEFAULT_SETTINGS["cpu"])
+    slots = settings.slots if "{slots}" in engine.command else None
+    return _cell(model, weight_format, engine.name, slots=slots, engine=engine.name)
 
 
 def _cell(
@@ -620,17 +673,19 @@ def _cell(
     weight_format: str,
     backend: str,
     shown_device: str | None = None,
-    **more: Any,
+    **fields: Any,
 ) -> Cell:
-    is_told = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
-    shown = None if is_told else weight_format
+    """Return a cell whose key has the model's name and what distinguishes it from other cells."""
+    names_format = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
+    shown_format = None if names_format else weight_format
+    key_parts = filter(None, (model.name, shown_format, backend, shown_device))
     return Cell(
-        key=plain("-".join(filter(None, (model.name, shown, backend, shown_device)))),
+        key=file_name("-".join(key_parts)),
         model=model.name,
         weight_format=weight_format,
         backend=backend,
         identity=None if model.kind == "ladder" else model,
-        **more,
+        **fields,
     )
 
 
@@ -638,53 +693,71 @@ def cell_of_target(target: Target) -> Cell:
     """Return the cell of an endpoint that is already running."""
     # The id is untrusted: it may contain line feeds and control characters.
     model = printable(" ".join(short_model_id(target.model or "").split())) or "default"
-    key = plain(f"{model}@{target.url.split('://')[-1]}")
+    key = file_name(f"{model}@{target.url.split('://')[-1]}")
     return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 
 
-def plain(text: str) -> str:
+def file_name(text: str) -> str:
     """Return the text as a file name."""
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
 
 
+# Impossible combinations of keys. Each function yields the faults that it finds, in words.
+
+
 def _faults(file: CampaignFile) -> Iterator[str]:
-    """Yield the combinations of keys that are impossible."""
-    server, target = file.server, file.target
     try:
         slo_of(file.slo)
     except BadCampaign as problem:
         yield str(problem)
-    if target is not None:
-        bare = CampaignFile(name="")
-        own = (
-            "models",
-            "engines",
-            "recipes",
-            "formats",
-            "devices",
-            "backends",
-            "server",
-            "api",
-            "ignore_eos",
-        )
-        for name in own:
-            if getattr(file, name) != getattr(bare, name):
-                yield f"target is an endpoint that is already running, so {name} must not be set"
-        try:
-            check_target(target)
-        except LoadError as problem:
-            yield f"target: {problem}"
+    if file.target is not None:
+        yield from _target_faults(file, file.target)
     elif not file.models:
         yield "there is nothing to measure: give models, or a target with a url"
-    if file.search.starts > 1 and (file.search.rates or target is not None):
+    if file.search.starts > 1 and (file.search.rates or file.target is not None):
         yield (
             f"search.starts = {file.search.starts} is possible only for a search on servers that "
             "the campaign starts: remove search.rates and target"
         )
-    for name in NOT_OF_SERVER:
-        if (value := getattr(server, name)) != getattr(Server(), name):
-            instead = INSTEAD_OF_SERVER[name].rstrip(".")
-            yield f"server.{name} = {value!r} is not allowed in [server]. {instead}"
+    yield from _server_faults(file.server)
+    yield from _choice_faults(file)
+    yield from _session_faults(file)
+    yield from _length_faults(file)
+    for position, engine in enumerate(file.engines):
+        yield from (f"engines[{position}].{fault}" for fault in _engine_faults(engine))
+
+
+def _target_faults(file: CampaignFile, target: Target) -> Iterator[str]:
+    unset = CampaignFile(name="")
+    keys_of_started_servers = (
+        "models",
+        "engines",
+        "recipes",
+        "formats",
+        "devices",
+        "backends",
+        "server",
+        "api",
+        "ignore_eos",
+    )
+    for name in keys_of_started_servers:
+        if getattr(file, name) != getattr(unset, name):
+            yield f"target is an endpoint that is already running, so {name} must not be set"
+    try:
+        check_target(target)
+    except LoadError as problem:
+        yield f"target: {problem}"
+
+
+def _server_faults(server: ServerSettings) -> Iterator[str]:
+    defaults = ServerSettings()
+    for name, advice in REFUSED_SERVER_OPTIONS.items():
+        if (value := getattr(server, name)) != getattr(defaults, name):
+            yield f"server.{name} = {value!r} is not allowed in [server]. {advice.rstrip('.')}"
+
+
+def _choice_faults(file: CampaignFile) -> Iterator[str]:
+    """Yield the faults of models, devices, backends and formats."""
     if len(set(file.devices)) < len(file.devices):
         yield f"devices names a device twice: {', '.join(file.devices)}"
     if file.devices and file.backends == []:
@@ -694,41 +767,18 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         )
     if AUTO in file.models and (len(file.models) > 1 or file.engines):
         yield "models = ['auto'] cannot be combined with other models or with engines"
-    if BEST in (file.backends or ()) and server.options:
+    if BEST in (file.backends or ()) and file.server.options:
         yield f"{BEST!r} chooses among several engines, so server.options must not be set"
     for weight_format in file.formats:
         try:
             known_format(weight_format)
         except UnsupportedModel as problem:
             yield f"formats: {problem}"
-    lengths = file.workload
-    yield from _faults_of_sessions(file)
-    arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
-    named = {"arrivals.path": arrivals, "workload.file": lengths.file}
-    for name, path in (named | {"workload.replay": lengths.replay}).items():
-        try:
-            if path is not None:
-                load_trace(path)
-        except WorkloadError as problem:
-            yield f"{name}: {problem}"
-    prompt = lengths.max_prompt_tokens or lengths.prompt_tokens or 0
-    output = lengths.max_output_tokens or lengths.output_tokens or 0
-    contexts: dict[str, int | None] = {"server.context_tokens": server.context_tokens}
-    if server.gpu is not None:
-        contexts["server.gpu.context_tokens"] = server.gpu.context_tokens
-    for name, context in contexts.items():
-        if prompt and output and context and prompt + output > context and target is None:
-            yield (
-                f"workload: prompts of {prompt} and outputs of {output} tokens do not fit in "
-                f"{name} = {context}. Raise it, or lower the maximum lengths"
-            )
-    for position, engine in enumerate(file.engines):
-        yield from (f"engines[{position}].{what}" for what in _faults_of(engine))
 
 
-def _faults_of_sessions(file: CampaignFile) -> Iterator[str]:
-    """What cannot be of conversations."""
-    workload, server = file.workload, file.server
+def _session_faults(file: CampaignFile) -> Iterator[str]:
+    """Yield the faults of a workload of conversations, and of its keys in one without."""
+    workload = file.workload
     try:
         if not workload.has_sessions:
             for name in ("turns", "think_seconds", "turn_tokens", "context_tokens"):
@@ -740,7 +790,7 @@ def _faults_of_sessions(file: CampaignFile) -> Iterator[str]:
             return
         sessions = draw_sessions(workload, CHECKED_SESSIONS, file.seed)
     except WorkloadError:
-        return  # said of the file below
+        return  # _length_faults reports the unreadable file
     api = "api" if file.target is None else "target.api"
     if "completions" in (file.api, None if file.target is None else file.target.api):
         yield f'{api} = "completions": conversations are chats; set {api} = "chat"'
@@ -749,20 +799,17 @@ def _faults_of_sessions(file: CampaignFile) -> Iterator[str]:
     if file.target is not None:
         return
     longest = max(
-        one.prefix_tokens + turn.prompt_tokens + turn.output_tokens
-        for one in sessions
-        for turn in one.turns
+        session.prefix_tokens + turn.prompt_tokens + turn.output_tokens
+        for session in sessions
+        for turn in session.turns
     )
-    contexts = {"server.context_tokens": server.context_tokens}
-    if server.gpu is not None and server.gpu.context_tokens is not None:
-        contexts["server.gpu.context_tokens"] = server.gpu.context_tokens
-    for name, context in contexts.items():
+    for name, context in _contexts(file.server).items():
         if workload.context_tokens is not None and workload.context_tokens > context:
             yield (
                 f"workload.context_tokens = {workload.context_tokens} is more than {name} = "
                 f"{context}: lower it, or raise {name}"
             )
-        if longest > context * CONTEXT_USED:
+        if longest > context * MAX_CONTEXT_SHARE:
             yield (
                 f"workload: a turn of up to {longest} tokens, prompt and answer, does not fit in "
                 f"{name} = {context} with room for the chat template: raise it, or set "
@@ -770,29 +817,61 @@ def _faults_of_sessions(file: CampaignFile) -> Iterator[str]:
             )
 
 
-def with_context(file: CampaignFile) -> Workload:
-    """The workload of a campaign, whose conversations are cut at the server's context where they do
-    not say where."""
+def _length_faults(file: CampaignFile) -> Iterator[str]:
+    """Yield the files of traces that cannot be read, and lengths that do not fit in a context."""
     workload = file.workload
-    if file.target is not None or workload.context_tokens or not workload.has_sessions:
-        return workload
-    contexts = [file.server.context_tokens]
-    if file.server.gpu is not None and file.server.gpu.context_tokens is not None:
-        contexts.append(file.server.gpu.context_tokens)
-    return msgspec.structs.replace(workload, context_tokens=int(CONTEXT_USED * min(contexts)))
+    files = {
+        "arrivals.path": file.arrivals.path if isinstance(file.arrivals, Trace) else None,
+        "workload.file": workload.file,
+        "workload.replay": workload.replay,
+    }
+    for name, path in files.items():
+        try:
+            if path is not None:
+                load_trace(path)
+        except WorkloadError as problem:
+            yield f"{name}: {problem}"
+    prompt = workload.max_prompt_tokens or workload.prompt_tokens
+    output = workload.max_output_tokens or workload.output_tokens
+    if file.target is not None or not prompt or not output:
+        return
+    for name, context in _contexts(file.server).items():
+        if prompt + output > context:
+            yield (
+                f"workload: prompts of {prompt} and outputs of {output} tokens do not fit in "
+                f"{name} = {context}. Raise it, or lower the maximum lengths"
+            )
 
 
-def _faults_of(engine: Engine) -> Iterator[str]:
+def _engine_faults(engine: ThirdPartyEngine) -> Iterator[str]:
     if engine.name in (*BACKENDS, BEST, "external"):
         yield f"name {engine.name!r} is the name of a built-in engine; choose another one"
     try:
         shlex.split(engine.command)
     except ValueError as problem:
         yield f"command cannot be split into words: {str(problem).lower()}"
-    places = re.findall(r"\{([A-Za-z_]+)\}", engine.command)
-    if "port" not in places:
+    placeholders = re.findall(r"\{([A-Za-z_]+)\}", engine.command)
+    if "port" not in placeholders:
         yield "command has no {port}, which the runner replaces by a free port"
-    known = ", ".join(f"{{{place}}}" for place in FILLED)
-    for place in places:
-        if place not in FILLED:
-            yield f"command: {{{place}}} is not one of {known}"
+    allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    for name in placeholders:
+        if name not in PLACEHOLDERS:
+            yield f"command: {{{name}}} is not one of {allowed}"
+
+
+def _contexts(server: ServerSettings) -> dict[str, int]:
+    """Return the context of each server that the campaign starts, in tokens, by its key."""
+    contexts = {"server.context_tokens": server.context_tokens}
+    if server.gpu is not None and server.gpu.context_tokens is not None:
+        contexts["server.gpu.context_tokens"] = server.gpu.context_tokens
+    return contexts
+
+
+def with_context_limit(file: CampaignFile) -> Workload:
+    """Return the campaign's workload. Conversations without a length limit of their own get one
+    that fits in the context of every server that the campaign starts."""
+    workload = file.workload
+    if file.target is not None or workload.context_tokens or not workload.has_sessions:
+        return workload
+    shortest = min(_contexts(file.server).values())
+    return msgspec.structs.replace(workload, context_tokens=int(MAX_CONTEXT_SHARE * shortest))

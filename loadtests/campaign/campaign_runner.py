@@ -31,10 +31,10 @@ from crossover.loadtests.campaign.campaign_file import (
     check_trust,
 )
 from crossover.loadtests.campaign.cell_runner import CellRun, capacity_of
-from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_it_serves
+from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_serving
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
-from crossover.loadtests.campaign.server_launch import Server
+from crossover.loadtests.campaign.server_launch import CellServer
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.comparison.run_environment import machine_differences
 from crossover.loadtests.errors import BadRunFolder, Incomplete, ServerFailed
@@ -50,13 +50,16 @@ from crossover.serving.placement.fastest_backend import BEST
 from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.workload.request_lengths import notes_of
 
-CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
-CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
+# Measuring time of a cell that is to be confirmed after all: the seconds that its capacity says a
+# confirming level takes, times the margin for a second level, and time for warm-ups and last
+# answers.
+CONFIRM_MARGIN = 1.5
+CONFIRM_EXTRA_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a sitting measures with: tests pass a simulated one."""
+    """The machine, servers and clock of a campaign. Tests pass simulated ones."""
 
     machine: Machine = field(default_factory=Machine)
     open_bench: OpenBench | None = None  # None: real servers and load generators
@@ -69,25 +72,29 @@ def run(
     progress: Progress,
     *,
     command: Sequence[str] = (),
-    world: Dependencies | None = None,
+    dependencies: Dependencies | None = None,
 ) -> Path:
-    """A new run in a folder of its own below `out`. A cell that cannot be measured is skipped.
+    """Run a campaign in a new folder below `out` and return the folder.
 
-    Raises Incomplete where nothing was measured, MachineBusy where another campaign measures here.
+    A cell that cannot be measured is skipped. Raises Incomplete if nothing was measured,
+    MachineBusy if another campaign is measuring on this machine.
     """
-    world = world or Dependencies()
+    dependencies = dependencies or Dependencies()
     with machine_lock(f"campaign {plan.campaign.name!r}"):
-        facts = world.machine.facts()
-        plan = _named(plan, progress)
-        plan = cell_selection.on_this_machine(plan, world.machine, facts, progress)
-        with new_run(out, plan, facts, command or sys.argv) as opened:
-            opened.event(journal.RunStarted())
-            progress.say(f"run {opened.folder}: {len(plan.cells)} cells")
+        facts = dependencies.machine.facts()
+        plan = _with_served_model(plan, progress)
+        plan = cell_selection.on_this_machine(plan, dependencies.machine, facts, progress)
+        with new_run(out, plan, facts, command or sys.argv) as run_folder:
+            run_folder.append_event(journal.RunStarted())
+            progress.say(f"run {run_folder.folder}: {len(plan.cells)} cells")
             for note in notes_of(plan.campaign.workload, plan.campaign.arrivals):
                 progress.say(f"note: {note}")
-            states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
-            CampaignSession(opened, plan.campaign, states, facts, progress, world).go()
-    return opened.folder
+            states = [CellState(run_folder, plan.campaign, cell) for cell in plan.cells]
+            session = CampaignSession(
+                run_folder, plan.campaign, states, facts, progress, dependencies
+            )
+            session.measure_all()
+    return run_folder.folder
 
 
 def resume(
@@ -96,209 +103,251 @@ def resume(
     *,
     confirm: bool = False,
     trust: bool = False,
-    world: Dependencies | None = None,
+    dependencies: Dependencies | None = None,
 ) -> Path:
-    """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
+    """Continue a run and return its folder. A complete run is left as it is, except that cells
+    which were skipped are tried again.
 
-    Cells that were skipped are tried again, also those of a run that is complete.
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
-    world = world or Dependencies()
-    with RunFolder(folder) as opened, machine_lock(f"the run in {folder}"):
-        campaign, cells = campaign_of(opened.manifest)
+    dependencies = dependencies or Dependencies()
+    with RunFolder(folder) as run_folder, machine_lock(f"the run in {folder}"):
+        campaign, cells = campaign_of(run_folder.manifest)
         if not trust:
             check_trust(Plan(campaign, cells, ""))
-        levels = levels_of(opened)
-        states = [CellState(opened, campaign, cell, levels) for cell in cells]
-        sitting = CampaignSession(
-            opened, campaign, states, world.machine.facts(), progress, world, confirm
+        levels = levels_of(run_folder)
+        states = [CellState(run_folder, campaign, cell, levels) for cell in cells]
+        session = CampaignSession(
+            run_folder,
+            campaign,
+            states,
+            dependencies.machine.facts(),
+            progress,
+            dependencies,
+            confirm,
         )
         done = sum(state.ended is not None for state in states)
-        if done == len(states) and journal.of_kind(opened.events, journal.RunFinished):
-            what = "no cell is left to confirm" if confirm else "there is nothing to do"
-            progress.say(f"{folder} is complete: {what}")
+        if done == len(states) and journal.of_kind(run_folder.events, journal.RunFinished):
+            why = "no cell is left to confirm" if confirm else "there is nothing to do"
+            progress.say(f"{folder} is complete: {why}")
             return folder
-        facts = msgspec.to_builtins(sitting.facts)
-        if found := machine_differences(opened.manifest, facts):
-            apart = "; ".join(f"{one.name} was {one.first}, is {one.second}" for one in found)
+        facts = msgspec.to_builtins(session.facts)
+        if differences := machine_differences(run_folder.manifest, facts):
+            words = "; ".join(f"{one.name} was {one.first}, is {one.second}" for one in differences)
             raise BadRunFolder(
-                f"{folder} was started on another machine ({apart}). Start a new run here."
+                f"{folder} was started on another machine ({words}). Start a new run here."
             )
-        _close_open_level(opened, "the runner ended during the level")
-        last = opened.events[-1] if opened.events else None
+        _abandon_open_level(run_folder, "the runner ended during the level")
+        last = run_folder.events[-1] if run_folder.events else None
+        # An event with a cell ended only that cell, so the runner was killed after it.
         if not isinstance(last, journal.RunFinished | journal.Interrupted) or last.cell:
-            opened.event(journal.Interrupted(reason="the runner was killed"))
-        opened.event(journal.RunStarted())
-        confirming = f", {len(sitting.again)} to confirm" if sitting.again else ""
+            run_folder.append_event(journal.Interrupted(reason="the runner was killed"))
+        run_folder.append_event(journal.RunStarted())
+        number = len(session.confirming_blocks)
+        confirming = f", {number} to confirm" if number else ""
         progress.say(
             f"resuming {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
             f"done{confirming}"
         )
-        for damage in opened.damage():
+        for damage in run_folder.damage():
             progress.say(f"left out: {damage}", style="yellow")
-        sitting.go()
+        session.measure_all()
     return folder
 
 
-def _close_open_level(opened: RunFolder, reason: str) -> None:
-    """The level that was begun and neither finished nor abandoned."""
+def _abandon_open_level(run_folder: RunFolder, reason: str) -> None:
+    """Record that the level which was started and neither finished nor abandoned is abandoned."""
     closed = {
-        e.level
-        for e in opened.events
-        if isinstance(e, journal.LevelFinished | journal.LevelAbandoned)
+        event.level
+        for event in run_folder.events
+        if isinstance(event, journal.LevelFinished | journal.LevelAbandoned)
     }
-    for level in journal.of_kind(opened.events, journal.LevelStarted):
+    for level in journal.of_kind(run_folder.events, journal.LevelStarted):
         if level.level not in closed:
-            opened.event(journal.LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+            run_folder.append_event(
+                journal.LevelAbandoned(cell=level.cell, level=level.level, reason=reason)
+            )
 
 
-def _named(plan: Plan, progress: Progress) -> Plan:
-    """The plan with the name of the model that its endpoint serves. Raises TargetUnusable."""
+def _with_served_model(plan: Plan, progress: Progress) -> Plan:
+    """Return the plan with the name of the model that its endpoint serves, if the campaign measures
+    an endpoint and does not name the model. Raises TargetUnusable."""
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    facts = wait_until_it_serves(Server(plan.cells[0], plan.campaign, Path()), progress)
+    server = CellServer(plan.cells[0], plan.campaign, Path())
+    facts = wait_until_serving(server, progress)
     target = msgspec.structs.replace(target, model=facts.model)
     campaign = msgspec.structs.replace(plan.campaign, target=target)
     return Plan(campaign, [cell_of_target(target)], plan.text)
 
 
 class CampaignSession:
-    """All cells of a run that are not done, one after the other."""
+    """Measures all cells of a run that are not done, one after the other."""
 
     def __init__(
         self,
-        opened: RunFolder,
+        run_folder: RunFolder,
         campaign: Campaign,
         states: list[CellState],
         facts: HardwareFacts,
         progress: Progress,
-        world: Dependencies,
+        dependencies: Dependencies,
         confirm: bool = False,
     ) -> None:
-        """`confirm`: also cells that have ended with an estimate which a level could confirm."""
-        self.facts, self._run, self._campaign = facts, opened, campaign
-        self._states, self._progress, self._clock = states, progress, world.clock
-        self._open_bench = world.open_bench or (lambda state: ServerBench(state, progress).open())
+        """`confirm`: also measure cells that ended with an estimate which a level could confirm."""
+        self.facts = facts
+        self._run = run_folder
+        self._campaign = campaign
+        self._states = states
+        self._progress = progress
+        self._clock = dependencies.clock
+        self._open_bench = dependencies.open_bench or (
+            lambda state: ServerBench(state, progress).open()
+        )
         is_searched = not campaign.search.rates and campaign.target is None
         self._blocks = campaign.search.starts if is_searched else 1
-        self.again: dict[str, int] = {}  # cells to confirm after all: their block, behind the last
+        # The block in which a cell that had only an estimate is confirmed, after the campaign's own
+        # blocks: cell key -> number.
+        self.confirming_blocks: dict[str, int] = {}
         for state in states:
-            last = max(state.blocks, default=0)
-            if state.ended is None and last > self._blocks:  # a runner was killed within it
-                self.again[state.key] = last
-            elif confirm and _is_estimated(state):
-                self.again[state.key] = max(last, self._blocks) + 1
-            if isinstance(state.ended, journal.CellSkipped) or state.key in self.again:
+            last_block = max(state.blocks, default=0)
+            if state.ended is None and last_block > self._blocks:  # a runner was killed within it
+                self.confirming_blocks[state.key] = last_block
+            elif confirm and _is_confirmable(state):
+                self.confirming_blocks[state.key] = max(last_block, self._blocks) + 1
+            if isinstance(state.ended, journal.CellSkipped) or state.key in self.confirming_blocks:
                 state.ended = None
-        smallest = cell_selection.to_confirm(campaign, [state.cell for state in states])
-        self._confirmed = smallest | self.again.keys()
+        to_confirm = cell_selection.cells_to_confirm(campaign, [state.cell for state in states])
+        self._to_confirm = to_confirm | self.confirming_blocks.keys()
 
-    def go(self) -> None:
-        """Raises Incomplete where nothing was measured."""
+    def measure_all(self) -> None:
+        """Measure until all cells are done. Raises Incomplete if nothing was measured."""
         for state in self._states:
-            found = getattr(state.ended, "capacity", None)
-            self._progress.found(state.key, capacity_text.in_words(found) if found else "waits")
+            capacity = getattr(state.ended, "capacity", None)
+            words = capacity_text.in_words(capacity) if capacity else "waits"
+            self._progress.set_status(state.key, words)
         with signals_interrupt():
             try:
                 for state in self._states:
-                    if state.key in self.again:
-                        self._part(state, self.again[state.key])
+                    if state.key in self.confirming_blocks:
+                        self._measure_block(state, self.confirming_blocks[state.key])
                 for block in range(1, self._blocks + 1):
                     order = list(self._states)
                     if self._blocks > 1:
                         random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
                     for state in order:
                         if state.ended is None:
-                            self._part(state, block)
-            except KeyboardInterrupt as stop:
+                            self._measure_block(state, block)
+            except KeyboardInterrupt as interrupt:
                 # A time limit says so in its words; Ctrl-C has none.
-                self._interrupted(str(stop) or "stopped by the user")
+                self._record_interruption(str(interrupt) or "stopped by the user")
                 raise self._incomplete("Stopped. All finished measurements are kept") from None
             except BaseException as problem:
-                self._interrupted(f"{type(problem).__name__}: {problem}")
+                self._record_interruption(f"{type(problem).__name__}: {problem}")
                 raise
-        skipped = [one.ended for one in self._states if isinstance(one.ended, journal.CellSkipped)]
+        ends = [state.ended for state in self._states]
+        skipped = [end for end in ends if isinstance(end, journal.CellSkipped)]
         if len(skipped) == len(self._states):
-            self._interrupted("nothing was measured")
+            self._record_interruption("nothing was measured")
             raise self._incomplete(f"Nothing was measured: {str(skipped[0].reason).rstrip('.')}")
-        self._run.event(journal.RunFinished())
-        self._progress.quiet()
-        missing = f"; skipped: {', '.join(one.cell for one in skipped)}" if skipped else ""
+        self._run.append_event(journal.RunFinished())
+        self._progress.clear()
+        skipped_keys = ", ".join(event.cell for event in skipped)
+        missing = f"; skipped: {skipped_keys}" if skipped else ""
         self._progress.say(f"complete: {self._run.folder}{missing}")
 
     def _incomplete(self, why: str) -> Incomplete:
         return Incomplete(f"{why}. To continue: crossover campaign resume {self._run.folder}")
 
-    def _interrupted(self, reason: str) -> None:
-        self._progress.quiet()
-        _close_open_level(self._run, reason)
-        self._run.event(journal.Interrupted(reason=reason))
+    def _record_interruption(self, reason: str) -> None:
+        self._progress.clear()
+        _abandon_open_level(self._run, reason)
+        self._run.append_event(journal.Interrupted(reason=reason))
 
-    def _part(self, state: CellState, block: int) -> None:
-        """A cell in one block: measured as far as the block goes, or skipped."""
-        place = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
-        say, found = self._progress.say, self._progress.found
-        found(state.key, "now", self._left_seconds)
-        confirms = state.key in self._confirmed
+    def _measure_block(self, state: CellState, block: int) -> None:
+        """Measure a cell in one block, or record why it is skipped."""
+        position = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
+        progress = self._progress
+        progress.set_status(state.key, "now", self._remaining_seconds)
+        confirms = state.key in self._to_confirm
         try:
             if state.cell.backend == BEST:
-                asked = state.cell, self._campaign, self.facts, self._progress
-                state.event(cell_selection.fastest_engine(*asked))
-            if (why := self._why_not(state.cell)) is not None:
-                raise ServerFailed(why)
-            part = state.blocks.get(block) or self._begin(state, block, place)
-            cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
-            capacity = cell.run(self._open_bench)
+                choice = cell_selection.fastest_engine(
+                    state.cell, self._campaign, self.facts, progress
+                )
+                state.record(choice)
+            if (why_not := self._why_not(state.cell)) is not None:
+                raise ServerFailed(why_not)
+            cell_block = state.blocks.get(block) or self._begin_block(state, block, position)
+            cell_run = CellRun(state, cell_block, progress, self._clock, confirms=confirms)
+            capacity = cell_run.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise
         except CrossoverError as problem:
-            _close_open_level(self._run, str(problem))
-            state.event(journal.CellSkipped(cell=state.key, reason=str(problem)))
-            found(state.key, f"skipped, {problem}")
-            return say(f"{place}: skipped, {problem}", style="red")
+            _abandon_open_level(self._run, str(problem))
+            state.record(journal.CellSkipped(cell=state.key, reason=str(problem)))
+            progress.set_status(state.key, f"skipped, {problem}")
+            progress.say(f"{position}: skipped, {problem}", style="red")
+            return
         if block >= self._blocks or not confirms:
-            state.event(journal.CellFinished(cell=state.key, capacity=capacity))
-            found(state.key, capacity_text.in_words(capacity))
-            say(f"{place}: {capacity_text.in_words(capacity)}", style="bold")
-            users = capacity_text.users_words(capacity)
-            said = (users and f"{users}.", capacity_text.reuse_words(capacity), capacity.advice)
-            for text in filter(None, said):
-                say(f"  {text[:1].upper()}{text[1:]}")
+            self._finish_cell(state, capacity, position)
+
+    def _finish_cell(self, state: CellState, capacity: journal.Capacity, position: str) -> None:
+        """Record the capacity of a cell and print it."""
+        state.record(journal.CellFinished(cell=state.key, capacity=capacity))
+        words = capacity_text.in_words(capacity)
+        self._progress.set_status(state.key, words)
+        self._progress.say(f"{position}: {words}", style="bold")
+        users = capacity_text.users_words(capacity)
+        details = (users and f"{users}.", capacity_text.reuse_words(capacity), capacity.advice)
+        for text in filter(None, details):
+            self._progress.say(f"  {text[:1].upper()}{text[1:]}")
 
     def _why_not(self, cell: Cell) -> str | None:
         return cell_selection.why_not(cell, self._campaign, self.facts)
 
-    def _begin(self, state: CellState, block: int, place: str) -> journal.CellStarted:
-        """The cell's part of this block, on record."""
-        share = self._share(state) / max(1, self._blocks - block + 1)
-        until = round(state.spent_seconds + share, 3)
-        part = state.event(journal.CellStarted(cell=state.key, block=block, until_seconds=until))
-        which = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
-        self._progress.say(f"{place}{which}: measuring for at most {formatting.duration(share)}")
-        return part
+    def _begin_block(self, state: CellState, block: int, position: str) -> journal.CellStarted:
+        """Record that a cell begins a block, with the measuring time that it may use there."""
+        remaining_blocks = max(1, self._blocks - block + 1)
+        seconds = self._budget_of(state) / remaining_blocks
+        until_seconds = round(state.spent_seconds + seconds, 3)
+        cell_block = state.record(
+            journal.CellStarted(cell=state.key, block=block, until_seconds=until_seconds)
+        )
+        number = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
+        self._progress.say(
+            f"{position}{number}: measuring for at most {formatting.duration(seconds)}"
+        )
+        return cell_block
 
-    def _share(self, state: CellState) -> float:
-        """Seconds of measuring that the cell may still have: its share of what is left."""
-        if state.key in self.again:
+    def _budget_of(self, state: CellState) -> float:
+        """Return the seconds of measuring that a cell may still use: its share of what is left, or
+        what confirming takes."""
+        if state.key in self.confirming_blocks:
             needed = capacity_of(state).confirm_seconds or 0.0
-            return CONFIRM_MARGIN * needed + CONFIRM_SECONDS
-        to_come = [
-            one.cell
-            for one in self._states
-            if one is state or (one.ended is None and self._why_not(one.cell) is None)
+            return CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
+        remaining_cells = [
+            other.cell
+            for other in self._states
+            if other is state or (other.ended is None and self._why_not(other.cell) is None)
         ]
-        left = self._left_seconds
-        return cell_selection.shares(to_come, self._confirmed, left, self._campaign)[state.key]
+        shares = cell_selection.share_budget(
+            remaining_cells, self._to_confirm, self._remaining_seconds, self._campaign
+        )
+        return shares[state.key]
 
     @property
-    def _left_seconds(self) -> float:
-        whole = cell_selection.budget_of(self._campaign, len(self._states))
-        return max(0.0, whole - sum(state.spent_seconds for state in self._states))
+    def _remaining_seconds(self) -> float:
+        """Measuring time that is left for all cells together."""
+        budget = cell_selection.budget_of(self._campaign, len(self._states))
+        return max(0.0, budget - sum(state.spent_seconds for state in self._states))
 
 
-def _is_estimated(state: CellState) -> bool:
-    """A cell that has ended with an estimate that a level could confirm."""
-    found = state.ended.capacity if isinstance(state.ended, journal.CellFinished) else None
-    return found is not None and not found.is_confirmed and found.confirm_seconds is not None
+def _is_confirmable(state: CellState) -> bool:
+    """Return whether a cell has ended with an estimate that a level could confirm."""
+    if not isinstance(state.ended, journal.CellFinished):
+        return False
+    capacity = state.ended.capacity
+    return not capacity.is_confirmed and capacity.confirm_seconds is not None

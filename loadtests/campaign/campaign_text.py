@@ -42,34 +42,39 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
     table = Table(
-        *("model", "single request (TTFT, TPOT)", "confirmed", "estimated capacity", "grade"),
+        "model",
+        "single request (TTFT, TPOT)",
+        "confirmed",
+        "estimated capacity",
+        "grade",
         box=None,
         pad_edge=False,
     )
-    confirming = 0.0
-    states = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
-    capacities = [_capacity_of(state) for state in states]
-    like = capacity_text.common_rate(capacities)
-    for state, found in zip(states, capacities, strict=True):
+    confirm_seconds = 0.0
+    records = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
+    capacities = [_capacity_of(record) for record in records]
+    unit_rate = capacity_text.common_rate(capacities)
+    for record, capacity in zip(records, capacities, strict=True):
         if levels:
-            _show_cell(state, found, like, console)
-        if found is None:
-            reason = getattr(state.ended, "reason", "")
-            told = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
+            _show_cell(record, capacity, unit_rate, console)
+        if capacity is None:
+            reason = getattr(record.ended, "reason", "")
+            columns = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
         else:
-            told = _capacity_cells(found, like)
-            confirming += 0.0 if found.is_confirmed else found.confirm_seconds or 0.0
-        table.add_row(state.key, _alone(state), *told)
-    console.print(f"\n{_asked(campaign)}", style="bold")
+            columns = _capacity_columns(capacity, unit_rate)
+            if not capacity.is_confirmed:
+                confirm_seconds += capacity.confirm_seconds or 0.0
+        table.add_row(record.key, _single_stream_medians(record), *columns)
+    console.print(f"\n{_requirements(campaign)}", style="bold")
     console.print(table)
-    if confirming:
+    if confirm_seconds:
         console.print(
-            f"To confirm the estimates, which takes about {formatting.duration(confirming)}: "
+            f"To confirm the estimates, which takes about {formatting.duration(confirm_seconds)}: "
             f"crossover campaign resume {folder} --confirm"
         )
 
 
-def _asked(campaign: Campaign) -> str:
+def _requirements(campaign: Campaign) -> str:
     """Return the SLO and the lengths of requests in words."""
     slo = campaign.slo
     limits = [
@@ -83,56 +88,59 @@ def _asked(campaign: Campaign) -> str:
     )
 
 
-def _capacity_of(state: CellRecord) -> journal.Capacity | None:
+def _capacity_of(record: CellRecord) -> journal.Capacity | None:
     """Return the final capacity of a cell, or else that of its levels so far; None: neither."""
-    if isinstance(state.ended, journal.CellFinished):
-        return state.ended.capacity
-    return capacity_of(state) if state.counted else None
+    if isinstance(record.ended, journal.CellFinished):
+        return record.ended.capacity
+    return capacity_of(record) if record.counted_levels else None
 
 
-def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
-    """Return confirmed rate, estimated capacity and grade."""
-    limit = capacity_text.limit(found, like)
-    if found.state == "misses_slo_unloaded":
-        return [capacity_text.state_words(found), limit, "confirmed" if found.starts > 1 else ""]
-    if found.is_confirmed:
-        return [
-            formatting.rate(found.confirmed_rate, rounded="down", like=like),
-            limit,
-            "confirmed",
-        ]
-    if found.method != "step_times":
-        return ["-", limit, found.reason]
-    why = f": {found.reason}" if found.reason and not found.estimated_rate else ""
-    return ["-", limit + why, "estimated"]
+def _capacity_columns(capacity: journal.Capacity, unit_rate: float | None) -> list[str]:
+    """Return confirmed rate, estimated capacity and grade, for the table."""
+    estimate = capacity_text.limit(capacity, unit_rate)
+    if capacity.state == "misses_slo_unloaded":
+        grade = "confirmed" if capacity.starts > 1 else ""
+        return [capacity_text.state_words(capacity), estimate, grade]
+    if capacity.is_confirmed:
+        confirmed = formatting.rate(capacity.confirmed_rate, rounded="down", like=unit_rate)
+        return [confirmed, estimate, "confirmed"]
+    if capacity.method != "step_times":
+        return ["-", estimate, capacity.reason]
+    why = f": {capacity.reason}" if capacity.reason and not capacity.estimated_rate else ""
+    return ["-", estimate + why, "estimated"]
 
 
-def _alone(state: CellRecord) -> str:
-    """Return median TTFT and TPOT of the last single-stream requests that count."""
-    alone = [one for one in state.counted if one.is_single_stream and one.counts]
-    if not alone:
+def _single_stream_medians(record: CellRecord) -> str:
+    """Return median TTFT and TPOT of the last single-stream level that counts."""
+    levels = [level for level in record.counted_levels if level.is_single_stream and level.counts]
+    if not levels:
         return "-"
-    ttft, tpot = (alone[-1].quantile(one, 0.5) for one in (alone[-1].ttft, alone[-1].tpot))
+    ttft = levels[-1].quantile(levels[-1].ttft, 0.5)
+    tpot = levels[-1].quantile(levels[-1].tpot, 0.5)
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
 def _show_cell(
-    state: CellRecord, found: journal.Capacity | None, like: float | None, console: Console
+    record: CellRecord,
+    capacity: journal.Capacity | None,
+    unit_rate: float | None,
+    console: Console,
 ) -> None:
-    console.print(f"\n{state.key}", style="bold")
-    if state.choice is not None:
-        console.print(f"fastest engine: {state.choice.reason}", style="dim")
-    for level in state.levels:
+    """Print all levels of a cell, and its capacity with everything that explains it."""
+    console.print(f"\n{record.key}", style="bold")
+    if record.choice is not None:
+        console.print(f"fastest engine: {record.choice.reason}", style="dim")
+    for level in record.levels:
         if not level.started.is_burst:
-            console.print(f"  {level_text(level, state.campaign.slo, like)}")
-    if found is not None:
-        console.print(capacity_text.in_words(found, like))
-        said = (
-            found.reason,
-            capacity_text.speed_words(found),
-            capacity_text.users_words(found),
-            capacity_text.reuse_words(found),
-            found.advice,
+            console.print(f"  {level_text(level, record.campaign.slo, unit_rate)}")
+    if capacity is not None:
+        console.print(capacity_text.in_words(capacity, unit_rate))
+        details = (
+            capacity.reason,
+            capacity_text.speed_words(capacity),
+            capacity_text.users_words(capacity),
+            capacity_text.reuse_words(capacity),
+            capacity.advice,
         )
-        for text in filter(None, said):
+        for text in filter(None, details):
             console.print(f"  {text}", style="dim")

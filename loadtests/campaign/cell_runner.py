@@ -1,7 +1,7 @@
 """Measures one configuration: single streams, two bursts, a step-time model, an estimate, and the
 load level that confirms it.
 
-    capacity = CellRun(state, part, progress, clock).run(open_bench)
+    capacity = CellRun(state, cell_block, progress, clock).run(open_bench)
 
 What comes next is decided by next_measurement.py from what is on record, and is carried out and
 recorded here. Everything that is needed to continue after a kill is in `state`, which is read from
@@ -55,29 +55,34 @@ from crossover.serving.capacity.simulated_capacity import (
 from crossover.serving.capacity.simulated_capacity import capacity as simulate_capacity
 from crossover.serving.workload.request_lengths import Workload
 
-VLLM_STEP_TOKENS = 2048
-MAX_SERVERS = 4  # starts for one cell in one block and sitting
-MAX_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
-BURST_TRIES = 2
+VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
+MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
+MAX_WAIT_SECONDS = 30.0  # longest pause before a disturbed level is measured again
+MAX_BURST_TRIES = 2
 
 
 class CellRun:
-    """A cell's part of a block in one sitting."""
+    """Measures a cell in one block, until the block ends or the campaign is stopped."""
 
-    bench: ServerBench  # while it serves
+    bench: ServerBench  # while the server runs
 
     def __init__(
         self,
         state: CellState,
-        part: journal.CellStarted,
+        cell_block: journal.CellStarted,
         progress: Progress,
         clock: Callable[[], float],
         *,
-        to_confirm: bool = True,
+        confirms: bool = True,
     ) -> None:
-        self.state, self.part, self.progress, self.clock = state, part, progress, clock
-        self.campaign, self.slo = state.campaign, state.campaign.slo
-        self.to_confirm = to_confirm
+        """`confirms`: False if the cell is only to be estimated."""
+        self.state = state
+        self.cell_block = cell_block
+        self.progress = progress
+        self.clock = clock
+        self.campaign = state.campaign
+        self.slo = state.campaign.slo
+        self.confirms = confirms
 
     def run(self, open_bench: OpenBench) -> journal.Capacity:
         """Return the capacity after everything that this block pays for.
@@ -86,7 +91,7 @@ class CellRun:
         LoadError.
         """
         state, interruptions = self.state, 0
-        for _ in range(MAX_SERVERS):
+        for _ in range(MAX_SERVER_STARTS):
             if state.levels and isinstance(self.next_measurement(), Stop):
                 break  # no server is started
             try:
@@ -97,17 +102,17 @@ class CellRun:
                 self.progress.say(f"  {last.reason}")
             except (LevelInterrupted, ServerLost) as problem:
                 interruptions += 1
-                state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
+                state.record(journal.Interrupted(cell=state.key, reason=str(problem)))
                 self.progress.say(f"  {problem}; measuring it again", style="yellow")
-                if interruptions == MAX_SERVERS:
+                if interruptions == MAX_SERVER_STARTS:
                     raise LoadError(
                         f"interrupted {interruptions} times; the last time: {problem}"
                     ) from None
         return self._with_advice(capacity_of(state))
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
-        """With the SLO that would be sharper, where the SLO itself makes the interval wide, and
-        with the estimate without prefix caching."""
+        """Return the capacity with the estimate without prefix caching and, if the SLO itself makes
+        the interval wide, with an SLO under which it would be narrow."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.step_times is None or calibrated.policy is None:
             return capacity
@@ -129,12 +134,14 @@ class CellRun:
 
     def next_measurement(self) -> Measurement:
         """Decided from the journal alone, so that a resumed campaign continues where it stopped."""
-        return next_measurement(cell_progress(self.state, self.part, confirms=self.to_confirm))
+        progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
+        return next_measurement(progress)
 
     def _measure(self) -> RestartServer | Stop | None:
         """Measure until this server has nothing left to measure; return the decision that ended it.
 
-        None: the machine was never idle.
+        None: other processes disturbed the measurements for as long as the campaign waits for an
+        idle machine.
         """
         while True:
             measurement = self.next_measurement()
@@ -142,7 +149,7 @@ class CellRun:
                 case RestartServer():
                     return measurement
                 case Stop(reason):
-                    self.progress.detail(f"  nothing more is measured: {reason}")
+                    self.progress.log(f"  nothing more is measured: {reason}")
                     return measurement
                 case Calibrate(seconds):
                     self._calibrate(seconds)
@@ -158,17 +165,17 @@ class CellRun:
                         return None
 
     def _measure_level(self, spec: LevelSpec) -> bool:
-        """Measure a level and print what it shows; False: the machine was never idle."""
+        """Measure a level and print what it shows; False: the machine did not become idle."""
         level = self._level_that_counts(spec)
         if level is None:
             return False
         capacity = capacity_of(self.state)
         unit_rate = capacity_text.common_rate([capacity])
-        self.progress.detail(f"  {level_text(level, self.slo, unit_rate)}")
+        self.progress.log(f"  {level_text(level, self.slo, unit_rate)}")
         if level.rate and not self.campaign.search.rates:
             words = capacity_text.in_words(capacity)
-            self.progress.found(self.state.key, words)
-            self.progress.detail(f"  so far: {words}")
+            self.progress.set_status(self.state.key, words)
+            self.progress.log(f"  so far: {words}")
         return True
 
     def _calibrate(self, seconds: float) -> None:
@@ -178,7 +185,7 @@ class CellRun:
         then left out.
         """
         state, started_at, spent_before = self.state, self.clock(), self.state.spent_seconds
-        recorded = {
+        recorded_bursts = {  # by their names without the number of the attempt
             level.name.rpartition(".")[0]: level
             for level in state.levels
             if level.started.is_burst and not level.is_set_aside
@@ -189,9 +196,9 @@ class CellRun:
             nonlocal number
             number += 1
             name = f"burst.{number}"
-            if (level := recorded.get(f"{state.key}#{name}")) is not None:
+            if (level := recorded_bursts.get(f"{state.key}#{name}")) is not None:
                 return level
-            for _ in range(BURST_TRIES):
+            for _ in range(MAX_BURST_TRIES):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
                 spec = LevelSpec(
                     burst=burst, window_seconds=CALIBRATION_SECONDS, counts_slight=True
@@ -202,26 +209,26 @@ class CellRun:
             return None
 
         policy, workload = self.bench.policy, self.campaign.workload
-        single_streams = [level for level in state.counted if level.is_single_stream]
+        single_streams = [level for level in state.counted_levels if level.is_single_stream]
         slots = self.bench.slots if policy is None else policy.slots
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
         calibration = calibrate(send, workload, slots, seconds, single_streams, experts)
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
-            policy = settings_of_another(calibration.slots, workload, self.bench.kv_tokens)
+            policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
         step_times = calibration.step_times
         if step_times is not None and policy is not None:
             step_times = msgspec.structs.replace(
                 step_times, request_seconds=request_seconds(step_times, policy, single_streams)
             )
-        took = self.clock() - started_at
-        # The bursts' own time is on record with each of them: this is the rest.
-        spent = took - (state.spent_seconds - spent_before)
-        state.event(
+        duration = self.clock() - started_at
+        # Without the time of the bursts, which is recorded with each of them.
+        own_seconds = duration - (state.spent_seconds - spent_before)
+        state.record(
             journal.Calibrated(
                 cell=state.key,
-                spent_seconds=round(max(0.0, spent), 3),
+                spent_seconds=round(max(0.0, own_seconds), 3),
                 step_times=step_times,
                 policy=policy,
                 reused_share=measured_reuse(workload, single_streams) if policy else 0.0,
@@ -234,10 +241,11 @@ class CellRun:
             words = capacity_text.in_words(capacity_of(state))
         else:
             words = f"no step-time model, {calibration.reason}"
-        self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
+        self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
-        """What the server saved of conversations' histories, and how it says that it does."""
+        """Return how much of the histories of conversations the server found in its cache, and in
+        which way its engine reuses prefixes."""
         ready = self.state.ready
         reuse = ready.info.prefix_reuse if ready is not None else None
         is_checkpointed = reuse is not None and reuse.startswith("from checkpoints")
@@ -245,47 +253,47 @@ class CellRun:
         return measured_history_reuse(single_streams, kind)
 
     def _level_that_counts(self, spec: LevelSpec) -> Level | None:
-        """One level, measured again after a pause while it is disturbed; None: patience is used up.
+        """Measure a level, and again after a pause as long as other processes disturb it.
 
-        Disturbed levels and pauses cost the cell's patience, not its budget. Raises
-        LevelInterrupted, LoadError.
+        Disturbed levels and pauses count toward the campaign's wait_seconds, not toward the cell's
+        budget. Returns None when wait_seconds are used up. Raises LevelInterrupted, LoadError.
         """
         state, say, pauses = self.state, self.progress.say, 0
-        patience = min(self.campaign.wait_seconds, self.part.until_seconds)
+        max_lost_seconds = min(self.campaign.wait_seconds, self.cell_block.until_seconds)
         while True:
-            is_patient = patience > state.lost_seconds
-            spec = msgspec.structs.replace(spec, counts_slight=not is_patient)
-            level = self._attempt(spec, str(len(state.counted) + 1))
+            may_wait = state.lost_seconds < max_lost_seconds
+            spec = msgspec.structs.replace(spec, counts_slight=not may_wait)
+            level = self._attempt(spec, str(len(state.counted_levels) + 1))
             disturbance = level.finished and level.finished.disturbance
             if not disturbance or not disturbance.is_set_aside:
                 return level
             say(f"  {level_text(level, self.slo)}", style="yellow")
             cause = in_words(disturbance)
-            if not is_patient:
-                state.event(journal.NeverQuiet(cell=state.key, reason=cause))
+            if not may_wait:
+                state.record(journal.NeverQuiet(cell=state.key, reason=cause))
                 say(f"  the machine was never idle: {cause}; measuring nothing more", "yellow")
                 return None
             pauses += 1
-            patience_left = max(0.0, patience - state.lost_seconds)
-            pause = round(min(2.0**pauses, MAX_WAIT_SECONDS, patience_left), 3)
+            may_lose_seconds = max(0.0, max_lost_seconds - state.lost_seconds)
+            pause = round(min(2.0**pauses, MAX_WAIT_SECONDS, may_lose_seconds), 3)
             pause_words = formatting.duration(pause)
             say(f"  disturbed: {cause}; waiting for an idle machine, {pause_words}", "yellow")
-            self.bench.rest(pause)
-            state.event(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
+            self.bench.wait(pause)
+            state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
 
     def _attempt(self, spec: LevelSpec, number: str) -> Level:
-        """One attempt at a level, under a name of its own; an interruption is recorded.
+        """Make one attempt at a level, under a name of its own, and record it if it is interrupted.
 
         Raises LevelInterrupted, ServerFailed.
         """
         state, started_at = self.state, self.clock()
-        name = state.next_name(number)
+        name = state.next_level_name(number)
         seed = seed_of(self.campaign.seed, state.cell, name)
         try:
             return self.bench.measure(msgspec.structs.replace(spec, name=name, seed=seed))
         except LevelInterrupted as problem:
             spent = round(self.clock() - started_at, 3)
-            state.event(
+            state.record(
                 journal.LevelAbandoned(
                     cell=state.key, level=name, reason=str(problem), spent_seconds=spent
                 )
@@ -293,32 +301,35 @@ class CellRun:
             raise
 
 
-def cell_progress(state: CellRecord, part: journal.CellStarted, *, confirms: bool) -> CellProgress:
-    """What is on record of a cell, as far as the next measurement depends on it."""
-    campaign, calibrated = state.campaign, state.calibrated
+def cell_progress(
+    record: CellRecord, cell_block: journal.CellStarted, *, confirms: bool
+) -> CellProgress:
+    """Return what is recorded about a cell, as far as the next measurement depends on it."""
+    campaign, calibrated = record.campaign, record.calibrated
     has_no_model = calibrated is not None and calibrated.step_times is None
     return CellProgress(
         slo=campaign.slo,
         workload=campaign.workload,
         search=campaign.search,
-        levels=state.counted,
-        capacity=capacity_of(state),
+        levels=record.counted_levels,
+        capacity=capacity_of(record),
         is_calibrated=calibrated is not None,
-        burst_rate=burst_rate(state.levels, campaign.workload) if has_no_model else None,
-        server_start=None if state.cell.url is not None else state.starts,
-        block=part.block,
-        left_seconds=part.until_seconds - state.spent_seconds,
-        min_level_seconds=state.level_seconds,
-        max_single_stream_seconds=campaign.search.single_stream_seconds_on(state.device),
+        burst_rate=burst_rate(record.levels, campaign.workload) if has_no_model else None,
+        server_start=None if record.cell.url is not None else record.starts,
+        block=cell_block.block,
+        left_seconds=cell_block.until_seconds - record.spent_seconds,
+        min_level_seconds=record.min_level_seconds,
+        max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
     )
 
 
 def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
-    """Return the requests/s that the fastest burst suggests: its output tokens per second, in mean
-    answers of the workload. None: no burst was answered.
+    """Return the requests/s that the fastest burst suggests: its output tokens per second, divided
+    by the mean output tokens of the workload's requests. None: no burst was answered.
 
-    It is rough, since a burst's prompts may be shorter and its slots empty one after the other.
+    This is a rough figure: a burst's prompts may be shorter than the workload's, and its slots
+    become empty one after the other.
     """
     speeds = [
         float(np.nansum(level.requested_output_tokens) / np.nanmax(level.last))
@@ -330,31 +341,34 @@ def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
     return max(speeds) / float(lengths_of(workload, 400, 1).output.mean())
 
 
-def capacity_of(state: CellRecord) -> journal.Capacity:
-    """What all levels so far say: by the step-time model, where calibration gave one that fits,
-    else by levels alone.
-    """
-    made, campaign = state.calibrated, state.campaign
+def capacity_of(record: CellRecord) -> journal.Capacity:
+    """Return the capacity of a cell by all its levels so far: from the step-time model if the
+    calibration gave one that fits, otherwise from the levels alone."""
+    calibrated = record.calibrated
+    # Without a calibration: no step-time model, and nothing reused.
+    known = calibrated or journal.Calibrated(cell=record.key, spent_seconds=0.0)
     return estimate(
-        state.counted,
-        campaign.slo,
-        step_times=None if made is None else made.step_times,
-        policy=None if made is None else made.policy,
-        reused_share=0.0 if made is None else made.reused_share,
-        reuse=None if made is None else made.reuse,
-        reasoning_share=0.0 if made is None else made.reasoning_share,
-        workload=campaign.workload,
-        arrivals=campaign.arrivals,
-        least_seconds=state.level_seconds,
+        record.counted_levels,
+        record.campaign.slo,
+        step_times=known.step_times,
+        policy=known.policy,
+        reused_share=known.reused_share,
+        reuse=known.reuse,
+        reasoning_share=known.reasoning_share,
+        workload=record.campaign.workload,
+        arrivals=record.campaign.arrivals,
+        min_level_seconds=record.min_level_seconds,
     )
 
 
-def settings_of_another(
+def assumed_settings(
     slots: int, workload: Workload, kv_tokens: int | None = None
 ) -> SchedulerSettings:
-    """Return the settings of a server that only says or shows its slots: tokens of a step as vLLM's
-    server has them by default, and no target for a step's time. `kv_tokens` None: a KV cache that
-    is never full."""
+    """Return the scheduler settings to assume of a server of which only the slots are known: vLLM's
+    default number of tokens per step, and no target for the duration of a step.
+
+    `kv_tokens`: None for a KV cache that is never full.
+    """
     lengths = lengths_of(workload, 1000, 1)
     return SchedulerSettings(
         slots=slots,
@@ -367,29 +381,33 @@ def settings_of_another(
 
 
 def rate_without_reuse(
-    found: journal.Capacity, made: journal.Calibrated, campaign: Campaign
+    capacity: journal.Capacity, calibrated: journal.Calibrated, campaign: Campaign
 ) -> float | None:
-    """The estimated capacity if the server computed each conversation's history again; None: it
-    does, there are no conversations, or nothing is estimated."""
-    reuse, step_times, policy = made.reuse, made.step_times, made.policy
-    is_told = (
-        reuse is not None and reuse.kind != "none" and step_times is not None and policy is not None
-    )
-    if not is_told or not found.estimated_rate or found.method != "step_times":
+    """Return the estimated capacity if the server computed each conversation's history again; None:
+    it does so, there are no conversations, or nothing is estimated.
+
+    The estimate is multiplied by the ratio of two simulated capacities, so that both differ in
+    nothing but the reuse.
+    """
+    reuse, step_times, policy = calibrated.reuse, calibrated.step_times, calibrated.policy
+    if reuse is None or reuse.kind == "none" or step_times is None or policy is None:
         return None
-    assert reuse is not None and step_times is not None and policy is not None
-    nothing = msgspec.structs.replace(reuse, kind="none")
-    with_reuse, without = (
-        simulate_capacity(
-            step_times.slower(found.factor or LOADED),
+    if not capacity.estimated_rate or capacity.method != "step_times":
+        return None
+    loaded_step_times = step_times.slower(capacity.factor or LOADED)
+
+    def simulated_rate(prefix_reuse: PrefixReuse) -> float:
+        return simulate_capacity(
+            loaded_step_times,
             policy,
             campaign.workload,
             campaign.slo,
             arrivals=campaign.arrivals,
-            reuse=one,
-            reasoning_share=made.reasoning_share,
+            reuse=prefix_reuse,
+            reasoning_share=calibrated.reasoning_share,
             requests=QUICK_REQUESTS,
         ).rate
-        for one in (reuse, nothing)
-    )
-    return found.estimated_rate * without / with_reuse if with_reuse > 0 else None
+
+    with_reuse = simulated_rate(reuse)
+    without_reuse = simulated_rate(msgspec.structs.replace(reuse, kind="none"))
+    return capacity.estimated_rate * without_reuse / with_reuse if with_reuse > 0 else None

@@ -1,13 +1,14 @@
-"""Which cells this machine can measure, on which device, engine and cores, and for how long.
+"""Decides which cells this machine can measure, on which device, engine and cores, and how long.
 
-on_this_machine(plan, machine, facts, progress)     # the devices that are here, models for "auto"
-why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
-fastest_engine(cell, campaign, facts, progress)     # of the CPU's, where the cell asks for it
-shares(cells, confirmed, 600.0, campaign)           # {cell key: seconds}
+on_this_machine(plan, machine, facts, progress)     # the machine's devices, models for "auto"
+why_not(cell, campaign, facts)                      # None, or why it cannot run here
+fastest_engine(cell, campaign, facts, progress)     # the engine of a cell whose backend is "best"
+share_budget(cells, to_confirm, 600.0, campaign)    # {cell key: seconds}
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ from crossover.loadtests.campaign.campaign_file import (
     Cell,
     Device,
     Plan,
-    Server,
+    ServerSettings,
     backends_on,
     can_measure,
     cells_of,
@@ -62,45 +63,59 @@ from crossover.serving.placement.fastest_backend import (
     known_times,
     step_times_of_timings,
 )
-from crossover.serving.placement.placement_policy import PlacementRequest, plan
+from crossover.serving.placement.placement_policy import PlacementRequest
+from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.server_options import Policy
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
-# On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts 2 to 3 s, a level 7 to 8 s longer than
-# its window.
-GPU_CALIBRATION_SECONDS, GPU_LEVEL_MARGIN_SECONDS = 5.0, 10.0
+# On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts took 2 to 3 s, a level 7 to 8 s more
+# than its window.
+GPU_CALIBRATION_SECONDS = 5.0
+GPU_LEVEL_MARGIN_SECONDS = 10.0
 
-# Each two to three times the one before.
-STEPS = (
-    *("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),
-    *("qwen2.5-14b", "qwen2.5-32b", "llama-3.3-70b"),
+# The models in place of "auto", each two to three times as large as the one before.
+LADDER_MODELS = (
+    "smollm2-135m",
+    "smollm2-360m",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "llama-3.1-8b",
+    "qwen2.5-14b",
+    "qwen2.5-32b",
+    "llama-3.3-70b",
 )
-MEASURED = "llama-3.2-1b"
+REFERENCE_MODEL = "llama-3.2-1b"  # its step times are measured, those of the others are predicted
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
-MAX_LADDER_MODELS = (
-    4  # at most: the largest that meet the SLO unloaded, and the first that does not
-)
-RUNGS_BESIDE_GPU = 3  # for the CPU if the GPU takes its part of the same budget
-DISK_SHARE = 0.9  # of the free disk space, for the weights of a model
+MAX_LADDER_MODELS = 4  # the largest that meet the SLO unloaded, and the first that does not
+MAX_LADDER_MODELS_BESIDE_GPU = 3  # on the CPU if the GPU uses a part of the same budget
+MAX_DISK_SHARE = 0.9  # of the free disk space, for the weights of a model
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
-    """Return why a cell cannot run here, with the arithmetic; None: it can, or a trial decides."""
-    known = BACKENDS.get(cell.backend)
-    if cell.spec is None or known is None or not known.has_weights:
+    """Return why a cell cannot run here, with the sum of the memory that it needs.
+
+    None: it can run, or it is not known before its server is started.
+    """
+    backend = BACKENDS.get(cell.backend)
+    if cell.spec is None or backend is None or not backend.has_weights:
         return None
-    asked = _placement(campaign, cell, cell.spec, placement_policy_of(cell, campaign))
-    named = {"backend": cell.backend, "weight_format": cell.weight_format or None}
+    request = msgspec.structs.replace(
+        _placement_request(campaign, cell, cell.spec, placement_policy_of(cell, campaign)),
+        backend=cell.backend,
+        weight_format=cell.weight_format or None,
+    )
     try:
-        plan(msgspec.structs.replace(asked, **named), facts)
+        plan_placement(request, facts)
     except (ServingError, ValueError, KeyError) as problem:
         return str(problem)
     return None
 
 
-def _placement(campaign: Campaign, cell: Cell, spec: ModelSpec, policy: Policy) -> PlacementRequest:
+def _placement_request(
+    campaign: Campaign, cell: Cell, spec: ModelSpec, policy: Policy
+) -> PlacementRequest:
     return PlacementRequest(
         model=spec,
         policy=policy,
@@ -111,21 +126,23 @@ def _placement(campaign: Campaign, cell: Cell, spec: ModelSpec, policy: Policy) 
 
 
 def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
-    """Return the policy that a cell's server is started with: its device and no other, so that the
-    device measured is the one that the cell names."""
+    """Return the policy that a cell's server is started with. It allows only the cell's device, so
+    that no other device is measured in its name."""
     if cell.device is None:  # of a run that was written before cells named one
         return campaign.server.policy
     return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
 
 
-def cpu_settings(server: Server) -> SchedulerSettings:
-    """The settings of an engine on the CPU of a server of ours that is started so."""
+def cpu_settings(server: ServerSettings) -> SchedulerSettings:
+    """Return the scheduler settings on the CPU, with defaults for those that are not set."""
     return server.filled(DEFAULT_SETTINGS["cpu"])
 
 
 def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout | None:
-    """The cores of a cell, of the usable ones (none: all that this process may use); None for an
-    endpoint. Raises BadCampaign for more than there are.
+    """Return how engine, API and load generator share the cores; None for an endpoint.
+
+    `usable`: logical CPUs; (): all that this process may use. Raises BadCampaign if the campaign
+    wants more cores than there are.
     """
     if cell.url is not None:
         return None
@@ -141,9 +158,10 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
 def fastest_engine(
     cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
 ) -> EngineChosen:
-    """The engine of the CPU with the most capacity under the cell's workload and SLO, by the rule
-    of crossover.serving.placement.fastest_backend. Raises CrossoverError where no engine can run
-    the cell.
+    """Return the CPU engine with the highest capacity under the campaign's workload and SLO, chosen
+    by crossover.serving.placement.fastest_backend.
+
+    Raises CrossoverError if no engine can run the cell.
     """
 
     def say(line: str) -> None:
@@ -161,25 +179,21 @@ def fastest_engine(
     )
 
 
-def _capacity_on_cpu(step_times: StepTimeModel, campaign: Campaign) -> SimulatedCapacity:
-    return capacity(step_times, cpu_settings(campaign.server), campaign.workload, campaign.slo)
-
-
 def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
-    """What the cell's engines are timed with."""
+    """Return the question which CPU engine serves the cell best. A model of the hub is fetched."""
     server, layout = campaign.server, layout_of(cell, campaign)
     assert layout is not None
     spec = cell.spec
     engines: tuple[Engine, ...] = ()
     if cell.identity is not None:
-        if spec is None:  # of the hub: it is fetched now
+        if spec is None:  # a model of the hub
             kind, _ = weights_of(usual_engines(cell.identity)[0].backend)
             spec = resolve(cell.source, kind=kind, cache=server.cache).spec
         engines = _engines_to_compare(cell, campaign)
     assert spec is not None
     return EngineQuestion(
         source=cell.source,
-        request=_placement(campaign, cell, spec, Policy.cpu_only),
+        request=_placement_request(campaign, cell, spec, Policy.cpu_only),
         threads=server.threads or layout.engine_threads,
         cores=layout.engine,
         are_threads_open=server.threads is None,
@@ -193,239 +207,278 @@ def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
 
 
 def _engines_to_compare(cell: Cell, campaign: Campaign) -> tuple[Engine, ...]:
-    """The CPU's engines that can run a model that the ladder does not have."""
+    """Return the CPU engines that can run a model that is not of the ladder."""
     model = identify(cell.source)
-    names = [one.backend for one in usual_engines(model) if "cpu" in BACKENDS[one.backend].devices]
-    return tuple(one for name in names for one in engines_on(model, name, campaign.formats))
+    engines: list[Engine] = []
+    for usual_engine in usual_engines(model):
+        if "cpu" in BACKENDS[usual_engine.backend].devices:
+            engines += engines_on(model, usual_engine.backend, campaign.formats)
+    return tuple(engines)
 
 
 # The budget.
 
 
-def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
-    """Return the keys of the cells to confirm: all, or of each device those of so many models.
+def cells_to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
+    """Return the keys of the cells to confirm: on each device those of `search.confirm` models, or
+    all.
 
-    On the CPU they are the smallest, which take the least time; on the GPU the largest, since it is
-    there for what the CPU does not serve. Mixtures of experts go by their active parameters.
-
-    A model whose shape is not known goes last.
+    On the CPU these are the smallest models, which take the least time; on the GPU the largest,
+    since it is there for what the CPU does not serve. The size of a mixture of experts is its
+    active parameters. A model whose shape is not known counts as the largest.
     """
     sizes = {
         cell.model: float("inf") if cell.spec is None else cell.spec.active_parameters
         for cell in cells
     }
-    count, keys = campaign.search.confirm, set[str]()
+    keys: set[str] = set()
     for device in dict.fromkeys(cell.device for cell in cells):
-        own = [cell for cell in cells if cell.device == device]
-        models = sorted(
-            dict.fromkeys(cell.model for cell in own),
+        device_cells = [cell for cell in cells if cell.device == device]
+        by_size = sorted(
+            dict.fromkeys(cell.model for cell in device_cells),
             key=lambda model: sizes[model],
             reverse=device == "gpu",
         )
-        keys |= {cell.key for cell in own if cell.model in models[:count]}
+        models = by_size[: campaign.search.confirm]  # None: all
+        keys |= {cell.key for cell in device_cells if cell.model in models}
     return keys
 
 
 def budget_of(campaign: Campaign, cells: int) -> float:
-    """Seconds of measuring, of so many cells together."""
+    """Return the measuring time of all cells together, in seconds. `cells`: their number."""
     return campaign.budget_seconds or CELL_SECONDS * cells
 
 
-def shares(
-    cells: Sequence[Cell], confirmed: set[str], seconds: float, campaign: Campaign
+def share_budget(
+    cells: Sequence[Cell], to_confirm: set[str], seconds: float, campaign: Campaign
 ) -> dict[str, float]:
-    """Return the seconds of measuring for each cell that is to come, of those that are left.
+    """Return the seconds of measuring for each cell: cell key -> its part of `seconds`.
 
-    A cell that is only estimated needs little, and so does one on a GPU: it gets the time of its
-    single streams, bursts and one level. The other cells share the rest evenly.
+    A cell that is only estimated gets the time that an estimate takes, and a cell on a GPU the time
+    that an estimate and one level take, since a GPU answers many requests in little time. The other
+    cells share the rest evenly. `to_confirm`: keys of the cells that are not only estimated.
     """
-    even = seconds / max(1, len(cells))
-    is_shared = {cell.key: cell.key in confirmed and cell.device != "gpu" for cell in cells}
-    if not any(is_shared.values()):  # GPUs alone: nobody else has a use for the rest
-        is_shared = {cell.key: cell.key in confirmed for cell in cells}
-    needs = {
-        cell.key: min(even, _needed_seconds(cell, cell.key in confirmed, campaign))
+    even_seconds = seconds / max(1, len(cells))
+    shares_rest = {cell.key for cell in cells if cell.key in to_confirm and cell.device != "gpu"}
+    if not shares_rest:  # then the GPU's cells share the rest
+        shares_rest = {cell.key for cell in cells if cell.key in to_confirm}
+    needed = {
+        cell.key: min(even_seconds, _needed_seconds(cell, cell.key in to_confirm, campaign))
         for cell in cells
-        if not is_shared[cell.key]
+        if cell.key not in shares_rest
     }
-    rest = (seconds - sum(needs.values())) / max(1, len(cells) - len(needs))
-    return {cell.key: needs.get(cell.key, rest) for cell in cells}
+    rest_seconds = (seconds - sum(needed.values())) / max(1, len(cells) - len(needed))
+    return {cell.key: needed.get(cell.key, rest_seconds) for cell in cells}
 
 
 def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float:
-    """Return the seconds of measuring that an estimate takes, or on a GPU the level after it too:
-    some 40 s, 75 s where a TTFT limit of 2 s makes the level a minute long."""
+    """Return the seconds of measuring that an estimate takes and, on a GPU, the level that confirms
+    it. On a GPU that is some 40 s, or 75 s if a TTFT limit of 2 s makes the level a minute long."""
     if cell.device != "gpu":
         return ESTIMATE_SECONDS
-    estimate = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
+    estimate_seconds = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
     if not is_confirmed:
-        return estimate
-    least = campaign.search.level_seconds_on("gpu")
-    return estimate + GPU_LEVEL_MARGIN_SECONDS + shortest_level(campaign.slo, None, least)
+        return estimate_seconds
+    min_level_seconds = campaign.search.level_seconds_on("gpu")
+    level_seconds = shortest_level(campaign.slo, None, min_level_seconds)
+    return estimate_seconds + GPU_LEVEL_MARGIN_SECONDS + level_seconds
 
 
 # What this machine has to measure: its devices, and the models in place of "auto".
 
 
 def on_this_machine(
-    asked: Plan, machine: Machine, facts: HardwareFacts, progress: Progress
+    requested: Plan, machine: Machine, facts: HardwareFacts, progress: Progress
 ) -> Plan:
-    """Return the plan with the devices that are here, and with models in place of "auto".
+    """Return the plan with the devices of this machine, and with models in place of "auto".
 
-    A campaign that names no devices measures the CPU, and the GPU where a backend here can use it.
-    Raises BadCampaign for a device that is not here, with those that are; for "auto" without
-    llama_cpp; CrossoverError where a measurement fails.
+    A campaign that names no devices measures the CPU, and the GPU if a backend here can use it.
+    Raises BadCampaign for a device that this machine does not have, and for "auto" without
+    llama_cpp; CrossoverError if the measurement for "auto" fails.
     """
-    campaign = asked.campaign
+    campaign = requested.campaign
     if campaign.target is not None or campaign.backends == []:
-        return asked
-    drivers = gpu_drivers(campaign, machine, facts, progress)
-    devices = [one for one in campaign.devices or DEVICES if drivers or one == "cpu"]
-    if not campaign.devices and drivers and not can_measure("cpu", campaign, drivers):
-        progress.say(nothing_on("cpu", campaign, drivers), style="yellow")
+        return requested
+    gpu_backends = usable_gpu_backends(campaign, machine, facts, progress)
+    devices = [device for device in campaign.devices or DEVICES if gpu_backends or device == "cpu"]
+    if not campaign.devices and gpu_backends and not can_measure("cpu", campaign, gpu_backends):
+        progress.say(nothing_on("cpu", campaign, gpu_backends), style="yellow")
         devices.remove("cpu")
     campaign = msgspec.structs.replace(campaign, devices=devices)
     if AUTO in campaign.models:
-        models = _models_of(campaign, drivers, facts, progress)
-        names = sorted({name for some in models.values() for name in some}, key=STEPS.index)
-        campaign = msgspec.structs.replace(campaign, models=names)
-    elif asked.campaign.devices == ["cpu"]:
-        return asked  # its file says all
+        models = _auto_models(campaign, gpu_backends, facts, progress)
+        names = set(itertools.chain.from_iterable(models.values()))
+        by_size = sorted(names, key=LADDER_MODELS.index)
+        campaign = msgspec.structs.replace(campaign, models=by_size)
+    elif requested.campaign.devices == ["cpu"]:
+        return requested  # its cells are complete
     else:
         models = dict.fromkeys(devices, campaign.models)
-    return Plan(campaign, cells_of(campaign, models, drivers), asked.text)
+    return Plan(campaign, cells_of(campaign, models, gpu_backends), requested.text)
 
 
-def gpu_drivers(
+def usable_gpu_backends(
     campaign: Campaign, machine: Machine, facts: HardwareFacts, progress: Progress
 ) -> list[str]:
     """Return the backends that can use this machine's GPU and that the campaign measures there, the
-    preferred one first; [] where the CPU alone is measured.
+    preferred one first; [] if only the CPU is measured.
 
-    Raises BadCampaign where the campaign names the GPU and there is none of them.
+    Raises BadCampaign if the campaign names the GPU and none of its backends can use it.
     """
     if campaign.devices and "gpu" not in campaign.devices:
         return []
-    named = [
-        one for one in campaign.backends or () if one != BEST and "gpu" in spec_of(one).devices
-    ]
-    names = list(dict.fromkeys([*DEFAULTS["gpu"], *named]))
-    missing = missing_backends()
-    if not facts.gpus:
-        why = {"": facts.gpu_note or "no GPU was found"}
-    else:
-        troubles = machine.gpu_troubles([name for name in names if name not in missing], facts)
-        why = {name: text for name, (_, text) in troubles.items()}
-        why = {name: missing.get(name) or why.get(name, "") for name in names}
-    able = [name for name in names if facts.gpus and not why[name]]
-    drivers = able if can_measure("gpu", campaign, able) else []
-    if drivers or not (facts.gpus or campaign.devices):
-        return drivers
-    told = "; ".join(f"{name}: {text}" if name else text for name, text in why.items() if text)
+    names = list(DEFAULTS["gpu"])
+    for name in campaign.backends or ():
+        if name != BEST and name not in names and "gpu" in spec_of(name).devices:
+            names.append(name)
+    obstacles = _gpu_obstacles(names, machine, facts)
+    able = [name for name in names if facts.gpus and not obstacles[name]]
+    if can_measure("gpu", campaign, able):
+        return able
+    if not facts.gpus and not campaign.devices:
+        return []
     if able:
-        told = nothing_on("gpu", campaign, able).removeprefix("devices: ")
+        why = nothing_on("gpu", campaign, able).removeprefix("devices: ")
+    elif facts.gpus:
+        why = "; ".join(f"{name}: {text}" for name, text in obstacles.items())
+    else:
+        why = facts.gpu_note or "no GPU was found"
     if campaign.devices:
-        raise BadCampaign(f"devices: The GPU cannot be measured here: {told}. Use ['cpu']")
-    progress.say(f"the GPU ({facts.gpus[0].name}) is not measured: {told}", style="yellow")
+        raise BadCampaign(f"devices: The GPU cannot be measured here: {why}. Use ['cpu']")
+    progress.say(f"the GPU ({facts.gpus[0].name}) is not measured: {why}", style="yellow")
     return []
 
 
-def _models_of(
-    campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts, progress: Progress
-) -> dict[Device | None, list[str]]:
-    """Return the models in place of "auto", by device.
+def _gpu_obstacles(
+    backends: Sequence[str], machine: Machine, facts: HardwareFacts
+) -> dict[str, str]:
+    """Return why each backend cannot use this machine's GPU: backend -> reason; "": it can."""
+    if not facts.gpus:
+        return {}
+    missing = missing_backends()  # backend -> how to install it
+    installed = [name for name in backends if name not in missing]
+    troubles = machine.gpu_troubles(installed, facts)  # backend -> (cause, words)
+    return {name: missing.get(name) or troubles.get(name, ("", ""))[1] for name in backends}
 
-    The CPU measures those around its limit. The GPU measures the same as far as they fit, so that
-    both stand beside each other, and the largest that fits; without a CPU, those before it too.
+
+def _auto_models(
+    campaign: Campaign, gpu_backends: Sequence[str], facts: HardwareFacts, progress: Progress
+) -> dict[Device | None, list[str]]:
+    """Return the models in place of "auto": device -> ladder models.
+
+    The CPU measures those around its limit. The GPU measures the same ones as far as they fit in
+    its memory, so that both devices can be compared, and the largest that fits. If the CPU is not
+    measured, the GPU measures the largest ones that fit.
     """
     models: dict[Device | None, list[str]] = {}
     for device in campaign.devices:
         if device == "cpu":
-            count = MAX_LADDER_MODELS if len(campaign.devices) == 1 else RUNGS_BESIDE_GPU
-            models[device] = _around_the_cpus_limit(campaign, count, facts, progress)
+            is_only = len(campaign.devices) == 1
+            count = MAX_LADDER_MODELS if is_only else MAX_LADDER_MODELS_BESIDE_GPU
+            models["cpu"] = _models_around_cpu_limit(campaign, count, facts, progress)
+            continue
+        fitting = models_fitting_on_gpu(campaign, gpu_backends, facts)
+        if not fitting:
+            progress.say("no model is measured on the GPU: no ladder model fits", style="yellow")
+        if "cpu" in models:
+            chosen = [name for name in fitting if name in (*models["cpu"], fitting[-1])]
         else:
-            fitting = fitting_on_gpu(campaign, drivers, facts)
-            beside = models.get("cpu")
-            if not fitting:
-                progress.say(
-                    "no model is measured on the GPU: no ladder model fits", style="yellow"
-                )
             chosen = fitting[-MAX_LADDER_MODELS:]
-            if beside is not None:
-                chosen = [name for name in fitting if name in (*beside, fitting[-1])]
-            models[device] = chosen
-            told = f"models auto, GPU: {', '.join(chosen)}"
-            progress.say(f"{told}; {chosen[-1]} is the largest that fits" if chosen else told)
+        models["gpu"] = chosen
+        words = f"models auto, GPU: {', '.join(chosen)}"
+        progress.say(f"{words}; {chosen[-1]} is the largest that fits" if chosen else words)
     return models
 
 
-def fitting_on_gpu(campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts) -> list[str]:
+def models_fitting_on_gpu(
+    campaign: Campaign, gpu_backends: Sequence[str], facts: HardwareFacts
+) -> list[str]:
     """Return the ladder models that fit in the memory of the GPU, and whose weights fit on the
     disk."""
-    backend = backends_on("gpu", campaign, drivers, identify(MEASURED))[0]
-    taken = [one for one in campaign.formats if one in spec_of(backend).formats]
-    weight_format = format_of(backend, taken[0] if taken else None)
-    server = msgspec.structs.replace(campaign.server, check_memory=True)
-    asked = msgspec.structs.replace(campaign, server=server)
-    free_bytes = free_disk_bytes(campaign.server.cache)
-    found = []
-    for name in STEPS:
+    backend = backends_on("gpu", campaign, gpu_backends, identify(REFERENCE_MODEL))[0]
+    formats = [name for name in campaign.formats if name in spec_of(backend).formats]
+    weight_format = format_of(backend, formats[0] if formats else None)
+    checked = _with_memory_check(campaign)
+    max_bytes = MAX_DISK_SHARE * free_disk_bytes(campaign.server.cache)
+    fitting = []
+    for name in LADDER_MODELS:
         cell = Cell(
             key=name, model=name, weight_format=weight_format, backend=backend, device="gpu"
         )
-        if why_not(cell, asked, facts) is None:
-            if weight_bytes(ladder_model(name).spec, weight_format) < DISK_SHARE * free_bytes:
-                found.append(name)
-    return found
+        fits_in_memory = why_not(cell, checked, facts) is None
+        if fits_in_memory and weight_bytes(ladder_model(name).spec, weight_format) < max_bytes:
+            fitting.append(name)
+    return fitting
+
+
+def _with_memory_check(campaign: Campaign) -> Campaign:
+    """Return the campaign with `server.check_memory`, whether or not its file sets that."""
+    server = msgspec.structs.replace(campaign.server, check_memory=True)
+    return msgspec.structs.replace(campaign, server=server)
 
 
 def free_disk_bytes(cache: str | None) -> int:
-    """Return the bytes that are free where weights are made."""
+    """Return the bytes that are free in the cache, or in the folder where it will be created."""
     folder = cache_dir(cache)
-    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
-def _around_the_cpus_limit(
+def _models_around_cpu_limit(
     campaign: Campaign, count: int, facts: HardwareFacts, progress: Progress
 ) -> list[str]:
-    """Return the ladder models around the CPU's limit, by the step times of MEASURED."""
+    """Return the ladder models around the CPU's limit, by the step times of REFERENCE_MODEL, which
+    are measured now or were saved earlier."""
     if BACKEND in (missing := missing_backends()):
         raise BadCampaign(f"models = ['auto'] needs {BACKEND}: {missing[BACKEND]}")
-    cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST, device="cpu")
+    cell = Cell(
+        key=REFERENCE_MODEL, model=REFERENCE_MODEL, weight_format="", backend=BEST, device="cpu"
+    )
     engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
     question = question_of(cell, campaign)
     times = known_times(question, engine, facts, progress.say, progress.tick)
-    assert times is not None  # they were measured
-    chosen = around_the_limit(step_times_of_timings(times), campaign, facts, count)
-    progress.say(f"models auto: {len(chosen)} models, chosen by the step times of {MEASURED}")
-    like = min(filter(None, (found.rate for found in chosen.values())), default=None)
-    for name, found in chosen.items():
-        rate = formatting.of_requests(formatting.rate(found.rate, like=like))
-        alone = f"{formatting.share(found.alone_share)} SLO attainment unloaded"
-        progress.say(f"  {name}: capacity {rate if found.rate else 'none'} (predicted), {alone}")
+    assert times is not None  # a question without may_measure=False measures them
+    chosen = models_around_limit(step_times_of_timings(times), campaign, facts, count)
+    progress.say(
+        f"models auto: {len(chosen)} models, chosen by the step times of {REFERENCE_MODEL}"
+    )
+    rates = [predicted.rate for predicted in chosen.values() if predicted.rate]
+    unit_rate = min(rates, default=None)
+    for name, predicted in chosen.items():
+        rate = formatting.of_requests(formatting.rate(predicted.rate, like=unit_rate))
+        unloaded = f"{formatting.share(predicted.alone_share)} SLO attainment unloaded"
+        progress.say(
+            f"  {name}: capacity {rate if predicted.rate else 'none'} (predicted), {unloaded}"
+        )
     return list(chosen)
 
 
-def around_the_limit(
+def models_around_limit(
     step_times: StepTimeModel,
     campaign: Campaign,
     facts: HardwareFacts,
     count: int = MAX_LADDER_MODELS,
 ) -> dict[str, SimulatedCapacity]:
-    """Of the ladder models that fit in the CPU's memory: the first that fails alone, and those
-    before it, `count` at most.
+    """Return the ladder models around the CPU's limit, with their predicted capacities: the
+    smallest model that misses the SLO unloaded and those before it, `count` at most. Models that do
+    not fit in memory are left out.
 
-    `step_times`: of MEASURED; another ladder model's steps take longer as it multiplies with more
-    parameters.
+    `step_times`: of REFERENCE_MODEL. The steps of another model are predicted to take longer in
+    proportion to the parameters that a token is multiplied with.
     """
-    server = msgspec.structs.replace(campaign.server, check_memory=True)
-    on_cpu = msgspec.structs.replace(campaign, server=server)
-    found: dict[str, SimulatedCapacity] = {}
-    for name in STEPS:
+    checked = _with_memory_check(campaign)
+    settings = cpu_settings(campaign.server)
+    reference_parameters = ladder_model(REFERENCE_MODEL).spec.matrix_parameters
+    predicted: dict[str, SimulatedCapacity] = {}
+    for name in LADDER_MODELS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
-        if why_not(cell, on_cpu, facts) is None:
-            parts = (ladder_model(one).spec.matrix_parameters for one in (name, MEASURED))
-            found[name] = _capacity_on_cpu(step_times.slower(next(parts) / next(parts)), on_cpu)
-            if not found[name].rate:
-                break
-    return dict(list(found.items())[-count:])
+        if why_not(cell, checked, facts) is not None:
+            continue
+        factor = ladder_model(name).spec.matrix_parameters / reference_parameters
+        predicted[name] = capacity(
+            step_times.slower(factor), settings, campaign.workload, campaign.slo
+        )
+        if not predicted[name].rate:
+            break
+    return dict(list(predicted.items())[-count:])

@@ -20,21 +20,22 @@ from typing import Any
 
 import msgspec
 
+from crossover.loadtests.campaign.campaign_file import Campaign
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
 from crossover.loadtests.campaign.resume_state import CellState
-from crossover.loadtests.campaign.server_launch import Server
+from crossover.loadtests.campaign.server_launch import CellServer
 from crossover.loadtests.capacity.calibration_bursts import Burst
 from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.host.listening_process import listening_pid
 from crossover.loadtests.host.resource_sampler import Sampler
 from crossover.loadtests.levels.disturbance import disturbance_of, is_slight
-from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
 from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
-from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.models import formatting
@@ -43,128 +44,142 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.conversations import mean_turns_of
 from crossover.serving.workload.request_lengths import RequestSpec
 
-MAX_DRAIN_SECONDS = 300.0  # after the last due time, for answers
-CHECK_SECONDS = 0.5
-DEATH_SECONDS = 1.0  # between connections that close and the process that ends
-A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
+MAX_DRAIN_SECONDS = 300.0  # to wait for answers after the last scheduled time
+# A level waits for the answers of its last requests for twice the time that an answer within the
+# SLO takes, with at most MAX_DRAIN_TOKENS tokens, and for at least MIN_DRAIN_SECONDS.
+MIN_DRAIN_SECONDS = 10.0
+MAX_DRAIN_TOKENS = 1024.0
+CHECK_SECONDS = 0.5  # between two checks whether the server still runs
+DEATH_SECONDS = 1.0  # a process that dies closes its connections so much before it has ended
+ROUNDING_SECONDS = 1e-4  # more than recorded times are rounded by
 
 
 class LevelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A level to be measured: at a rate, one request at a time (`requests`), or a burst.
 
-    What stands below `burst` is of one attempt at it.
+    `name`, `seed` and `counts_slight` are those of one attempt at it.
     """
 
     window_seconds: float
     warmup_seconds: float = 0.0
-    rate: float | None = None
-    requests: int | None = None
+    rate: float | None = None  # requests/s
+    requests: int | None = None  # maximum
     burst: Burst | None = None
     name: str = ""
     seed: int = 0
-    counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
+    # A slightly disturbed attempt counts, whether or not it meets the SLO.
+    counts_slight: bool = False
 
 
 class ServerBench:
-    """Measures on one server, which it starts and stops, by one load generator that stays."""
+    """Measures levels on one server, with one load generator. It starts and stops both."""
 
     def __init__(self, state: CellState, progress: Progress) -> None:
-        self.state, self.progress = state, progress
-        self.policy: SchedulerSettings | None = None  # None: of another server, which says none
-        self.slots: int | None = None  # as the server says; None: it does not
-        self.kv_tokens: int | None = None  # in its KV cache; None: it does not say
+        self.state = state
+        self.progress = progress
+        self.policy: SchedulerSettings | None = None  # None: another server, which reports none
+        self.slots: int | None = None  # None: the server does not report them
+        self.kv_tokens: int | None = None  # in its KV cache; None: the server does not report them
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ServerBench]:
-        """Raises LoadError."""
+        """Start the server and the load generator, and stop both at the end. Raises LoadError."""
         state, progress = self.state, self.progress
-        campaign, logs = state.campaign, state.run.folder / "logs"
-        self.server = server = Server(state.cell, campaign, logs)
+        logs = state.run.folder / "logs"
+        self.server = server = CellServer(state.cell, state.campaign, logs)
         with contextlib.ExitStack() as stack:
             stack.callback(server.stop)
-            began = time.monotonic()
-            server.wait_ready(lambda what, part: progress.tick(f"{state.key}: {what}", part))
+            started_at = time.monotonic()
+            server.wait_ready(
+                lambda phase, fraction: progress.tick(f"{state.key}: {phase}", fraction)
+            )
             ready = server.ready(state.key)
-            self._facts = facts = wait_until_it_serves(server, progress)
-            seconds = time.monotonic() - began
+            self._facts = facts = wait_until_serving(server, progress)
+            seconds = time.monotonic() - started_at
             progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
             self.slots, self.kv_tokens = ready.info.slots, ready.info.kv_tokens
-            key = os.environ.get(server.target.api_key_env or "")
             is_crossover = facts.backend is not None
-            if ready.info.slots and (is_crossover or server.is_ours):
-                default = DEFAULT_SETTINGS[ready.info.device or "cpu"]
-                self.policy = ready.info.filled(default)
-            self._clock = EngineClock(server.target.url, key) if is_crossover else None
+            if ready.info.slots and (is_crossover or server.is_crossover):
+                self.policy = ready.info.filled(DEFAULT_SETTINGS[ready.info.device or "cpu"])
+            api_key = os.environ.get(server.target.api_key_env or "")
+            self._clock = EngineClock(server.target.url, api_key) if is_crossover else None
             cores = server.layout.client if server.layout is not None else ()
-            self._watched = server.pid or listening_pid(server.target.url)
             log = logs / f"{state.key}.locust.log"
             self._generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
+            # None: the endpoint runs on another machine.
+            self._server_pid = server.pid or listening_pid(server.target.url)
             self._sampler = stack.enter_context(
-                Sampler(state.key, self._keep, server=self._watched, is_ours=server.is_ours)
+                Sampler(
+                    state.key,
+                    self._record_sample,
+                    server=self._server_pid,
+                    is_crossover=server.is_crossover,
+                )
             )
             target = msgspec.to_builtins(facts)
-            state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
+            state.record(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
             for note in filter(None, (route_words(facts), *facts.notes)):
                 progress.say(f"  note: {note}")
             yield self
 
-    def rest(self, seconds: float) -> None:
-        """Waits."""
+    def wait(self, seconds: float) -> None:
+        """Wait between two measurements."""
         time.sleep(seconds)
 
-    def _keep(self, sample: ResourceSample) -> None:
+    def _record_sample(self, sample: ResourceSample) -> None:
         """Called by the sampler's thread."""
-        self.state.run.sample(sample)
+        self.state.run.append_sample(sample)
         if sample.level is not None:
             self._samples.append(sample)
 
-    def measure(self, asked: LevelSpec) -> Level:
-        """Records events, requests and samples. Raises LevelInterrupted, LoadError."""
-        state, clock, plan = self.state, self._clock, self._plan(asked)
-        self.progress.tick(f"{asked.name}: starting the load generator")
-        engines, began, rows = self.server.engine_pids(), time.monotonic(), LevelRows()
-        started, ended, before, has_failures, checked = None, Ended(), None, False, began
+    def measure(self, spec: LevelSpec) -> Level:
+        """Measure a level, record it and return it. Raises LevelInterrupted, LoadError."""
+        state, clock, plan = self.state, self._clock, self._plan(spec)
+        self.progress.tick(f"{spec.name}: starting the load generator")
+        engine_pids = self.server.engine_pids()
+        began = checked_at = time.monotonic()
+        rows = LevelRows()
+        started: LevelStarted | None = None
+        ended = Ended()
+        time_before: EngineTime | None = None
+        has_failures = False
         try:
-            for told in self._generator.run(plan):
-                match told:
+            for message in self._generator.run(plan):
+                match message:
                     case Started(unix_seconds):
-                        started = self._begin(asked, plan, unix_seconds)
-                        before = clock.read() if clock is not None else None
+                        started = self._record_start(spec, plan, unix_seconds)
+                        time_before = clock.read() if clock is not None else None
                     case RequestRecord():
-                        state.run.request(told)
-                        rows.add(told)
-                        has_failures |= told.error is not None
+                        state.run.append_request(message)
+                        rows.add(message)
+                        has_failures |= message.error is not None
                     case Ended():
-                        ended = told
+                        ended = message
                     case None:
-                        if time.monotonic() - checked > CHECK_SECONDS:
-                            self._check(engines)
-                            checked = time.monotonic()
+                        if time.monotonic() - checked_at > CHECK_SECONDS:
+                            self._check(engine_pids)
+                            checked_at = time.monotonic()
                         if started is not None:
-                            now = time.time() - started.started_unix_seconds
-                            left = max(0.0, plan.duration_seconds - now)
-                            self.progress.tick(
-                                f"{plan.cell}, {plan.load_in_words}: {rows.count} answered, "
-                                f"{formatting.duration(left)} left",
-                                now / plan.duration_seconds,
-                            )
+                            self._show_progress(plan, started, rows.count)
         finally:
             self._sampler.level = None
         assert started is not None
-        self._check(engines)
-        # A process that dies closes its connections before it has ended.
+        self._check(engine_pids)
         until = time.monotonic() + (DEATH_SECONDS if has_failures else 0.0)
         while time.monotonic() < until:
             time.sleep(0.05)
-            self._check(engines)
-        after = clock.read() if clock is not None and before is not None else None
+            self._check(engine_pids)
+        engine_time = None
+        if clock is not None and time_before is not None:
+            time_after = clock.read()
+            engine_time = time_after.since(time_before) if time_after is not None else None
         disturbance = None
-        if self._watched is not None:  # an engine of this machine: what was taken from it
+        if self._server_pid is not None:
             is_ignored = state.campaign.disturbance == "ignore"
             disturbance = disturbance_of(self._sampler.cores, counts=is_ignored)
         # A closed loop, or a burst, is over with its last answer.
-        end = plan.duration_seconds if asked.rate else rows.last_seconds + A_MOMENT_SECONDS
+        end = plan.duration_seconds if spec.rate else rows.last_seconds + ROUNDING_SECONDS
         finished = LevelFinished(
             cell=started.cell,
             level=started.level,
@@ -172,123 +187,152 @@ class ServerBench:
             window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
             spent_seconds=round(time.monotonic() - began, 3),
             disturbance=disturbance,
-            engine_time=after.since(before) if after is not None and before is not None else None,
+            engine_time=engine_time,
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
-        level = judged(level, state.campaign.slo, self._samples, asked.counts_slight)
-        state.finish(level)
+        level = judge_level(level, state.campaign.slo, self._samples, spec.counts_slight)
+        state.finish_level(level)
         return level
 
-    def _begin(self, asked: LevelSpec, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
-        """The level's clock starts: samples from now on are its own."""
+    def _show_progress(self, plan: LoadPlan, started: LevelStarted, answered: int) -> None:
+        elapsed = time.time() - started.started_unix_seconds
+        remaining = formatting.duration(max(0.0, plan.duration_seconds - elapsed))
+        self.progress.tick(
+            f"{plan.cell}, {plan.load_in_words}: {answered} answered, {remaining} left",
+            elapsed / plan.duration_seconds,
+        )
+
+    def _record_start(self, spec: LevelSpec, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
+        """Record that the level has started. From now on, samples are of this level."""
         started = LevelStarted(
             cell=plan.cell,
-            level=asked.name,
-            rate_per_second=asked.rate,
+            level=spec.name,
+            rate_per_second=spec.rate,
             concurrency=plan.concurrency,
-            warmup_seconds=asked.warmup_seconds,
-            window_seconds=asked.window_seconds,
-            seed=asked.seed,
+            warmup_seconds=spec.warmup_seconds,
+            window_seconds=spec.window_seconds,
+            seed=spec.seed,
             start=None if self.server.pid is None else self.state.starts,
             started_unix_seconds=unix_seconds,
         )
         self._samples.clear()
-        self._sampler.level = asked.name
-        return self.state.event(started)
+        self._sampler.level = spec.name
+        return self.state.record(started)
 
-    def _check(self, engines: list[int]) -> None:
-        """Raise LevelInterrupted for a server in trouble."""
+    def _check(self, engine_pids: list[int]) -> None:
+        """Raise LevelInterrupted if the server has ended or its engine was restarted."""
         if (trouble := self.server.trouble()) is not None:
             raise LevelInterrupted(trouble)
-        if self.server.engine_pids() != engines:
+        if self.server.engine_pids() != engine_pids:
             raise LevelInterrupted("the engine was restarted")
         if self._sampler.failure is not None:
             raise self._sampler.failure
 
-    def _plan(self, asked: LevelSpec) -> LoadPlan:
-        campaign, given = self.state.campaign, dict[str, Any](rate=None)
-        if asked.rate is not None:  # of requests: conversations begin less often
-            given["rate"] = asked.rate / mean_turns_of(campaign.workload)
-        if asked.burst is not None:
-            pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
-            asks = tuple(RequestSpec(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
-            given = {"asks": asks, "due": (0.0,) * len(asks)}
-        elif asked.rate is None:
-            given = {"concurrency": 1, "requests": asked.requests}
-        slo, drain = campaign.slo, MAX_DRAIN_SECONDS
-        if slo.ttft_seconds is not None and slo.tpot_seconds is not None:
-            # twice what a good answer may take
-            tokens = min(campaign.workload.most_output_tokens, 1024.0)
-            drain = min(drain, max(10.0, 2 * (slo.ttft_seconds + slo.tpot_seconds * tokens)))
+    def _plan(self, spec: LevelSpec) -> LoadPlan:
+        """Return what the load generator is to send."""
+        campaign = self.state.campaign
+        load: dict[str, Any]  # the fields of LoadPlan that define when requests are sent
+        if spec.burst is not None:
+            lengths = zip(spec.burst.prompt_tokens, spec.burst.output_tokens, strict=True)
+            requests = tuple(
+                RequestSpec(index, prompt, output) for index, (prompt, output) in enumerate(lengths)
+            )
+            load = {"asks": requests, "due": (0.0,) * len(requests)}
+        elif spec.rate is not None:
+            # The rate is of requests; a conversation has several.
+            load = {"rate": spec.rate / mean_turns_of(campaign.workload)}
+        else:
+            load = {"concurrency": 1, "requests": spec.requests}
+        drain_seconds = _drain_seconds(campaign)
         return LoadPlan(
             target=self.server.target,
             workload=campaign.workload,
             arrivals=campaign.arrivals,
-            warmup_seconds=asked.warmup_seconds,
-            window_seconds=asked.window_seconds,
-            drain_seconds=drain,
-            follow_seconds=drain / 2 if asked.rate is not None else 0.0,
-            seed=asked.seed,
+            warmup_seconds=spec.warmup_seconds,
+            window_seconds=spec.window_seconds,
+            drain_seconds=drain_seconds,
+            follow_seconds=drain_seconds / 2 if spec.rate is not None else 0.0,
+            seed=spec.seed,
             cell=self.state.key,
-            level=asked.name,
+            level=spec.name,
             facts=self._facts,
-            **given,
+            **load,
         )
 
 
 OpenBench = Callable[[CellState], AbstractContextManager[ServerBench]]
 
 
-def judged(
+def _drain_seconds(campaign: Campaign) -> float:
+    """Return how long a level waits for answers after its last scheduled time."""
+    slo = campaign.slo
+    if slo.ttft_seconds is None or slo.tpot_seconds is None:
+        return MAX_DRAIN_SECONDS
+    tokens = min(campaign.workload.most_output_tokens, MAX_DRAIN_TOKENS)
+    answer_seconds = slo.ttft_seconds + slo.tpot_seconds * tokens  # the longest within the SLO
+    return min(MAX_DRAIN_SECONDS, max(MIN_DRAIN_SECONDS, 2 * answer_seconds))
+
+
+def judge_level(
     level: Level, slo: Slo, samples: list[ResourceSample], counts_slight: bool = False
 ) -> Level:
-    """A level that has ended, with what the SLO says of it.
+    """Return a level that has ended, with its warnings, and whether it counts and is valid.
 
-    A slightly disturbed level counts for what it is where it meets the SLO all the same.
+    A slightly disturbed level counts if it meets the SLO all the same, or with `counts_slight`.
     """
-    replace, end = msgspec.structs.replace, level.finished
-    assert end is not None
-    taken = end.disturbance
-    if taken is not None and taken.is_disturbed and is_slight(taken):
-        is_met = (level.judge(slo).share or 0.0) >= slo.target
-        taken = replace(taken, counts=taken.counts or counts_slight or is_met)
-        end = replace(end, disturbance=taken)
-    warnings = level_warnings(replace(level, finished=end), slo, samples)
-    codes = [one.code for one in warnings]
-    return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
+    replace, finished = msgspec.structs.replace, level.finished
+    assert finished is not None
+    disturbance = finished.disturbance
+    if disturbance is not None and disturbance.is_disturbed and is_slight(disturbance):
+        meets_slo = (level.judge(slo).share or 0.0) >= slo.target
+        counts = disturbance.counts or counts_slight or meets_slo
+        finished = replace(finished, disturbance=replace(disturbance, counts=counts))
+    warnings = level_warnings(replace(level, finished=finished), slo, samples)
+    codes = [warning.code for warning in warnings]
+    finished = replace(finished, is_valid=is_valid(warnings), warnings=codes)
+    return replace(level, finished=finished)
 
 
-def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
-    """Return a level as a line: load in the unit of `like`, counts, medians, verdict."""
-    start, found, end = level.started, level.judge(slo), level.finished
-    if start.is_burst:
+def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
+    """Return a level as a line: its load, in the unit that suits `unit_rate`, then counts, medians
+    and verdict."""
+    if level.started.is_burst:
         return f"a burst of {len(level.due)}"
-    words: str = found.verdict
-    if level.is_single_stream and words == "unresolved":
-        words = ""  # twenty requests prove no share of 90 %
-    if end is not None:
-        if not level.is_whole:
-            words = f"does not count: only {len(level.due)} of {end.due} requests are recorded"
-        elif level.is_set_aside:
-            words = "disturbed"
-        elif not end.is_valid:
-            words = f"not valid ({', '.join(end.warnings)})"
-    share = "" if found.share is None else f" ({found.share:.0%})"
-    times = (level.ttft, level.tpot)
-    ttft, tpot = (formatting.seconds(level.quantile(one, 0.5), 3, "-") for one in times)
+    judged = level.judge(slo)
+    verdict = _verdict_words(level, judged)
+    share = "" if judged.share is None else f" ({judged.share:.0%})"
+    ttft = formatting.seconds(level.quantile(level.ttft, 0.5), 3, "-")
+    tpot = formatting.seconds(level.quantile(level.tpot, 0.5), 3, "-")
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
-    achieved = formatting.rate(level.achieved_rate, 3, like=like or level.rate)
+    load = formatting.load(level.started.rate_per_second, level.started.concurrency, 3, unit_rate)
+    achieved = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
     rates = f" offered, {achieved} achieved" if level.rate else ""
     return (
-        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{rates}: "
-        f"{found.good}{share} of {found.due} met the SLO, median TTFT {ttft}, TPOT {tpot}"
-        f"{failed and f', failed: {failed}'}{words and f' -> {words}'}"
+        f"{load}{rates}: {judged.good}{share} of {judged.due} met the SLO, "
+        f"median TTFT {ttft}, TPOT {tpot}"
+        f"{failed and f', failed: {failed}'}{verdict and f' -> {verdict}'}"
     )
 
 
-def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
-    """What the endpoint can, once it serves. Raises ServerLost, EndpointRefuses, TargetUnusable."""
+def _verdict_words(level: Level, judged: Judged) -> str:
+    """Return the verdict, or why the level does not count; "": nothing is to be said."""
+    finished = level.finished
+    if finished is not None:
+        if not level.is_whole:
+            return f"does not count: only {len(level.due)} of {finished.due} requests are recorded"
+        if level.is_set_aside:
+            return "disturbed"
+        if not finished.is_valid:
+            return f"not valid ({', '.join(finished.warnings)})"
+    if level.is_single_stream and judged.verdict == "unresolved":
+        return ""  # always so: twenty requests are too few to prove an SLO attainment of 90 %
+    return judged.verdict
+
+
+def wait_until_serving(server: CellServer, progress: Progress) -> TargetFacts:
+    """Return what the endpoint supports, once it serves. Raises ServerLost, EndpointRefuses,
+    TargetUnusable."""
     until = time.monotonic() + server.target.ready_seconds
     while True:
         if (trouble := server.trouble()) is not None:

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import (
-    AS_ONE_BY_LEVELS,
     CONFIRMING_SHARE,
+    EXPECTED_ATTAINMENT_MARGIN,
+    LEVELS_DESIGN_EFFECT,
     confirming_seconds,
     shortest_bounding_level,
     shortest_level,
@@ -39,34 +40,37 @@ from crossover.serving.capacity.slo import LIMITS, Slo, Verdict, requests_to_hol
 from crossover.serving.workload.conversations import session_seconds
 from crossover.serving.workload.request_lengths import Workload
 
-ENOUGH = 1.4  # an estimate further above the confirmed rate than this is worth one more level
+# An estimate more than this factor above the confirmed rate is worth one more level.
+NEAR_FACTOR = 1.4
 MAX_LEVELS = 2  # on one server start: a level at 0.8 of the estimate, and one more
 MAX_TRIES = 4  # levels while no rate is confirmed
 MAX_SINGLE_STREAM_LEVELS = 4  # a few slow requests alone do not prove that the SLO is missed
 MIN_TRY_SHARE = 0.5  # of the estimate: levels at lower rates do not count as tries
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
-MAX_SESSION_SECONDS = 300.0  # of warm-up, for conversations
-NARROW = 1.25  # between the highest rate that met the SLO and the lowest that missed it
-LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
-LOWER = 0.85  # of a rate that was not confirmed: the next level is at most there
+MAX_SESSION_WARMUP_SECONDS = 300.0  # for conversations
+NARROW = 1.25  # factor between the highest rate that met the SLO and the lowest that missed it
+MIN_RATE_SHARE = 1 / 50  # of the first rate: lower rates are not tried
+RETRY_SHARE = 0.85  # of a rate that was not confirmed: the next rate is at most this
+# A level just long enough for a verdict gets this much more time, since arrivals are random.
+VERDICT_MARGIN = 1.05
 
 
 class SingleStream(NamedTuple):
-    """Requests one at a time: at most so many, sent within so many seconds."""
+    """Send requests one at a time: at most `requests`, within `seconds`."""
 
     requests: int
     seconds: float
 
 
 class Calibrate(NamedTuple):
-    """Bursts within so many seconds, and the step-time model that is fitted to them."""
+    """Send bursts within `seconds`, and fit the step-time model to them."""
 
     seconds: float
 
 
 class RunLevel(NamedTuple):
-    """A load level at a rate."""
+    """Run a load level at a rate."""
 
     rate: float  # requests/s
     seconds: float  # of its window, after the warm-up
@@ -74,13 +78,13 @@ class RunLevel(NamedTuple):
 
 
 class RestartServer(NamedTuple):
-    """A new start of the server, which must show the same."""
+    """Restart the server, to see whether another start gives the same result."""
 
     reason: str
 
 
 class Stop(NamedTuple):
-    """Nothing more is measured in this block."""
+    """Measure nothing more in this block."""
 
     reason: str
 
@@ -96,8 +100,8 @@ class CellProgress:
     workload: Workload
     search: Search
     levels: Sequence[Level]  # finished and not set aside; no bursts
-    capacity: Capacity  # what these levels and the calibration say
-    is_calibrated: bool  # with a step-time model or without one
+    capacity: Capacity  # by these levels and the calibration
+    is_calibrated: bool  # a calibration is recorded, even if no step-time model fits
     burst_rate: float | None  # requests/s that bursts suggest; None: no burst, or not needed
     server_start: int | None  # number of the present start, from 1; None: it cannot be restarted
     block: int  # from 1
@@ -112,44 +116,52 @@ class CellProgress:
 
     @cached_property
     def loaded(self) -> list[Level]:
-        """The levels at a rate."""
+        """The levels at a rate, in the order in which they were measured."""
         return [level for level in self.levels if level.rate is not None]
 
     @cached_property
     def answer_seconds(self) -> float | None:
         """Mean E2E of a single-stream request; None: none was answered."""
-        means = [
-            seconds
-            for level in self.single_streams
-            if (seconds := level.mean(level.e2e)) is not None
-        ]
-        return sum(means) / len(means) if means else None
+        means = [level.mean(level.e2e) for level in self.single_streams]
+        known = [seconds for seconds in means if seconds is not None]
+        return sum(known) / len(known) if known else None
 
     @cached_property
     def warmup_seconds(self) -> float:
-        """Two answers of an idle server, whose queue has to fill first; of conversations, until
-        late turns come as often as first ones."""
+        """Duration of a level's warm-up.
+
+        It is the time of two single-stream answers, in which the slots of an idle server fill. With
+        conversations it is as long as a conversation, so that late turns are as frequent as they
+        will remain.
+        """
         answer_seconds = self.answer_seconds or 0.0
         filling = min(max(MIN_WARMUP_SECONDS, 2 * answer_seconds), MAX_WARMUP_SECONDS)
-        talking = min(session_seconds(self.workload, answer_seconds), MAX_SESSION_SECONDS)
-        return round(max(filling, talking), 1)
+        conversation = session_seconds(self.workload, answer_seconds)
+        return round(max(filling, min(conversation, MAX_SESSION_WARMUP_SECONDS)), 1)
 
     @property
     def affordable_seconds(self) -> float:
-        """Longest window that the time left pays for, with its warm-up and the last answers."""
+        """Longest window that the time left pays for, besides its warm-up and the last answers."""
         return self.left_seconds - self.warmup_seconds - 2 * (self.answer_seconds or 0.0)
 
     @property
     def has_latency_limit(self) -> bool:
-        """Without one a step-time model tells nothing about the SLO."""
+        """Whether the SLO limits a latency. Otherwise step times do not tell whether it is met."""
         return any(getattr(self.slo, name) is not None for name in LIMITS.values())
 
     def verdict(self, level: Level) -> Verdict:
         return level.judge(self.slo).verdict
 
-    def rates(self, verdict: Verdict) -> list[float]:
-        """Rates of the levels with this verdict, requests/s."""
+    def rates_with(self, verdict: Verdict) -> list[float]:
+        """Return the rates of the levels with this verdict, requests/s."""
         return [level.rate or 0.0 for level in self.loaded if self.verdict(level) == verdict]
+
+
+class TriedRate(NamedTuple):
+    """A rate at which a level ran, and what the level suggests about the capacity."""
+
+    rate: float  # requests/s
+    seems_met: bool  # the capacity seems to be above this rate
 
 
 def next_measurement(progress: CellProgress) -> Measurement:
@@ -166,10 +178,10 @@ def next_measurement(progress: CellProgress) -> Measurement:
     count = len(progress.single_streams)
     if misses_unloaded and progress.left_seconds > 0 and count < MAX_SINGLE_STREAM_LEVELS:
         return single_stream
-    seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
-    is_due = progress.has_latency_limit and not progress.is_calibrated
-    if is_due and seconds >= MIN_CALIBRATION_SECONDS:
-        return Calibrate(seconds)
+    if progress.has_latency_limit and not progress.is_calibrated:
+        seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
+        if seconds >= MIN_CALIBRATION_SECONDS:
+            return Calibrate(seconds)
     if not progress.confirms:
         return Stop("this configuration is only estimated")
     if misses_unloaded:
@@ -180,7 +192,7 @@ def next_measurement(progress: CellProgress) -> Measurement:
 
 
 def _given_rate(progress: CellProgress) -> RunLevel | Stop:
-    """The next of the rates that the campaign lists."""
+    """Return a level at the next of the rates that the campaign lists."""
     rates, measured = progress.search.rates, len(progress.loaded)
     if measured >= len(rates):
         return Stop("all rates of the campaign are measured")
@@ -190,8 +202,8 @@ def _given_rate(progress: CellProgress) -> RunLevel | Stop:
 def _verify_unloaded(
     progress: CellProgress, single_stream: SingleStream
 ) -> SingleStream | RestartServer | Stop:
-    """A second start must miss the SLO unloaded too; a server that cannot be restarted must do so
-    in a second level."""
+    """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
+    second level if it cannot be restarted."""
     start = progress.server_start
     if start is None:
         if len(progress.single_streams) < 2 and progress.left_seconds > 0:
@@ -205,45 +217,46 @@ def _verify_unloaded(
 
 
 def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
-    """A level at 0.8 of the estimate, and one more where it did not meet the SLO or where the
-    estimate is far above it. While no rate is confirmed more follow, each at a lower rate."""
+    """Return a level at 0.8 of the estimate, and then one more if that one did not meet the SLO or
+    if the estimate is far above it.
+
+    While no rate is confirmed, more levels follow, each at a lower rate.
+    """
     capacity, loaded, start = progress.capacity, progress.loaded, progress.server_start
     estimate = capacity.estimated_rate
     if not estimate:
         return Stop("by the step-time model no rate meets the SLO")
-    # As offered: a little less may have been achieved.
-    highest_met = max(progress.rates("meets"), default=0.0)
-    block = min(progress.block, progress.search.starts)
-    is_near = bool(capacity.confirmed_rate) and estimate <= ENOUGH * highest_met
-    if is_near and capacity.starts >= block:
+    # The offered rate, as the estimate is one; a little less may have been achieved.
+    highest_met = max(progress.rates_with("meets"), default=0.0)
+    needed_starts = min(progress.block, progress.search.starts)
+    is_near = bool(capacity.confirmed_rate) and estimate <= NEAR_FACTOR * highest_met
+    if is_near and capacity.starts >= needed_starts:
         return Stop("the confirmed rate is near the estimated capacity")
-    tries = [
-        level
-        for level in loaded
-        if start in (None, level.started.start) and (level.rate or 0.0) >= MIN_TRY_SHARE * estimate
-    ]
-    if len(tries) >= (MAX_LEVELS if capacity.confirmed_rate else MAX_TRIES):
-        return Stop(f"{len(tries)} levels near the estimated capacity are enough on one start")
-    if block > 1 and is_near:
+    on_this_start = [level for level in loaded if start in (None, level.started.start)]
+    min_rate = MIN_TRY_SHARE * estimate
+    tries = sum((level.rate or 0.0) >= min_rate for level in on_this_start)
+    if tries >= (MAX_LEVELS if capacity.confirmed_rate else MAX_TRIES):
+        return Stop(f"{tries} levels near the estimated capacity are enough on one start")
+    if is_near and needed_starts > 1:  # this start must confirm the same rate
         return _confirming_level(progress, highest_met)
-    rate = CONFIRMING_SHARE * min([estimate, *progress.rates("misses")])
+    rate = CONFIRMING_SHARE * min([estimate, *progress.rates_with("misses")])
     if loaded and not capacity.confirmed_rate:
-        rate = min(rate, LOWER * (loaded[-1].rate or 0.0))
+        rate = min(rate, RETRY_SHARE * (loaded[-1].rate or 0.0))
     return _confirming_level(progress, rate)
 
 
 def _search_by_levels(progress: CellProgress) -> RunLevel | Stop:
-    """Without a step-time model: the rate that narrows the bounds, then the level that confirms the
-    lower one."""
-    start = progress.capacity.estimated_rate or _single_stream_rate(progress)
-    outcomes = _outcomes(progress)
-    _, lowest_missed = _bounds(outcomes)
-    rate = None if start is None else next_rate(outcomes, start)
+    """Return the level that narrows the bounds of the capacity, and once they are close, the one
+    that confirms the lower bound. Used if no step-time model fits."""
+    first_rate = progress.capacity.estimated_rate or _single_stream_rate(progress)
+    tried = _tried_rates(progress)
+    rate = None if first_rate is None else next_rate(tried, first_rate)
     if rate is None:
         return Stop("no rate is left to try")
     repeats = sum(level.rate == rate for level in progress.loaded)
-    if repeats and not progress.rates("misses"):
-        # What seemed to miss the SLO proves no upper bound yet.
+    if repeats and not progress.rates_with("misses"):
+        # Some level seemed to miss the SLO, but none has proved an upper bound of the capacity.
+        _, lowest_missed = _bounds(tried)
         rate = NARROW * lowest_missed
     elif repeats > MAX_LEVELS or (repeats and progress.capacity.is_confirmed):
         return Stop("the capacity is bounded closely enough")
@@ -252,93 +265,98 @@ def _search_by_levels(progress: CellProgress) -> RunLevel | Stop:
 
 
 def _single_stream_rate(progress: CellProgress) -> float | None:
-    """Requests/s of one client that sends the next request after each answer."""
+    """Return the requests/s of one client that sends the next request after each answer."""
     return 1 / progress.answer_seconds if progress.answer_seconds else None
 
 
-def _outcomes(progress: CellProgress) -> list[tuple[float, bool]]:
-    """Each level's rate, and whether the capacity seems to be above it."""
-    outcomes = []
+def _tried_rates(progress: CellProgress) -> list[TriedRate]:
+    """Return the rate of each level. Where a level was too short for a verdict, its SLO attainment
+    tells on which side of the capacity its rate seems to be."""
+    tried = []
     for level in progress.loaded:
         judged = level.judge(progress.slo)
-        is_open = judged.verdict == "unresolved" and judged.steady is not False
-        seems_met = is_open and (judged.share or 0.0) >= progress.slo.target
-        outcomes.append((level.rate or 0.0, judged.verdict == "meets" or seems_met))
-    return outcomes
+        seems_met = judged.verdict == "meets"
+        if judged.verdict == "unresolved" and judged.steady is not False:
+            seems_met = (judged.share or 0.0) >= progress.slo.target
+        tried.append(TriedRate(level.rate or 0.0, seems_met))
+    return tried
 
 
-def _bounds(outcomes: Sequence[tuple[float, bool]]) -> tuple[float, float]:
-    """The highest rate below the capacity (0.0: none), and the lowest above it (inf: none)."""
-    missed = min((rate for rate, is_below in outcomes if not is_below), default=math.inf)
-    met = max((rate for rate, is_below in outcomes if is_below and rate < missed), default=0.0)
+def _bounds(tried: Sequence[TriedRate]) -> tuple[float, float]:
+    """Return the highest rate that seems to be below the capacity (0.0: none) and the lowest that
+    seems to be above it (inf: none)."""
+    missed = min((one.rate for one in tried if not one.seems_met), default=math.inf)
+    met = max((one.rate for one in tried if one.seems_met and one.rate < missed), default=0.0)
     return met, missed
 
 
 def _confirming_level(
     progress: CellProgress, rate: float, *, is_search: bool = False
 ) -> RunLevel | Stop:
-    """A level as long as proof takes, as far as the time left pays for it.
+    """Return a level that is long enough to confirm the rate, or as long as the time left allows.
 
-    `is_search`: there is no step-time model, so it takes more requests to prove a rate; a level
-    that is too short to prove it, even if all its requests meet the SLO, is not run.
+    `is_search`: there is no step-time model. Then it takes more requests to confirm a rate, and a
+    level that could not confirm it even if all its requests met the SLO is not run.
     """
     rate, slo, answer_seconds = _rounded(rate), progress.slo, progress.answer_seconds
-    affordable, needed = progress.affordable_seconds, progress.min_level_seconds
+    affordable, min_seconds = progress.affordable_seconds, progress.min_level_seconds
     if is_search:
-        requests = AS_ONE_BY_LEVELS * requests_to_hold(slo)
-        needed = max(shortest_level(slo, answer_seconds, needed), requests / rate)
-    if affordable < needed:
+        min_requests = LEVELS_DESIGN_EFFECT * requests_to_hold(slo)
+        min_seconds = max(shortest_level(slo, answer_seconds, min_seconds), min_requests / rate)
+    if affordable < min_seconds:
         return _too_little_time(progress)
-    wanted = confirming_seconds(
+    seconds = confirming_seconds(
         slo,
         rate,
         answer_seconds,
         by_levels=is_search,
-        least_seconds=progress.min_level_seconds,
+        min_level_seconds=progress.min_level_seconds,
     )
-    return RunLevel(rate, round(min(wanted, affordable), 1), progress.warmup_seconds)
+    return RunLevel(rate, round(min(seconds, affordable), 1), progress.warmup_seconds)
 
 
 def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
-    """A level that is too short to confirm a rate, and long enough to bound the capacity.
+    """Return a level that is too short to confirm a rate, but long enough to bound the capacity.
 
-    Each takes at most half of the time left, where that is enough for a verdict; a rate that is too
-    low for a verdict in all of the time left is raised.
+    It takes at most half of the time left if that is enough for a verdict, so that a second level
+    can bound the other side. A rate that is too low for a verdict within the time left is raised.
     """
     capacity, affordable = progress.capacity, progress.affordable_seconds
     if capacity.is_confirmed and capacity.high is not None:
         return _too_little_time(progress)
-    outcomes, shortest = _outcomes(progress), shortest_bounding_level(progress.slo)
-    rate = _bounding_rate(progress, outcomes)
-    if rate is None or affordable < shortest:
+    tried, min_seconds = _tried_rates(progress), shortest_bounding_level(progress.slo)
+    rate = _bounding_rate(progress, tried)
+    if rate is None or affordable < min_seconds:
         return _too_little_time(progress)
-    requests = MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)  # all of which would meet the SLO
-    rate = _rounded(max(rate, 1.05 * requests / affordable))
-    met, missed = _bounds(outcomes)
+    # So many requests give the verdict "meets" if all of them meet the SLO.
+    min_requests = MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)
+    rate = _rounded(max(rate, VERDICT_MARGIN * min_requests / affordable))
+    met, missed = _bounds(tried)
     if not met < rate < missed:
         return _too_little_time(progress)
-    shortest = max(shortest, 1.05 * requests / rate)
-    # With so many requests some may miss the SLO, as in confirming_seconds.
-    wanted = requests / 0.75**2 / rate
-    seconds = min(affordable, max(shortest, min(wanted, affordable / 2)))
+    min_seconds = max(min_seconds, VERDICT_MARGIN * min_requests / rate)
+    # With this many requests some may miss the SLO; confirming_seconds has the formula.
+    enough_seconds = min_requests / EXPECTED_ATTAINMENT_MARGIN**2 / rate
+    seconds = min(affordable, max(min_seconds, min(enough_seconds, affordable / 2)))
     return RunLevel(rate, round(seconds, 1), progress.warmup_seconds)
 
 
-def _bounding_rate(progress: CellProgress, outcomes: list[tuple[float, bool]]) -> float | None:
-    """Just above what the bursts suggest, then what one client reaches, then the middle.
+def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:
+    """Return the rate of the next level that bounds the capacity; None: no request was answered.
 
-    A level far from the capacity has a verdict sooner than one near it. None: nothing is known.
+    First comes a rate just above what the bursts suggest, then the rate of a single stream, then
+    rates between the two: a level far from the capacity has a verdict sooner than one near it.
     """
     lowest = _single_stream_rate(progress)
     if lowest is None:
         return None
     highest = max(lowest, NARROW * (progress.burst_rate or 0.0))
-    met, missed = _bounds(outcomes)
+    met, missed = _bounds(tried)
     if missed == math.inf and highest > NARROW * met:
         return highest
     if not met and missed > NARROW * lowest:
         return lowest
-    return next_rate(outcomes, lowest)
+    return next_rate(tried, lowest)
 
 
 def _too_little_time(progress: CellProgress) -> Stop:
@@ -347,21 +365,22 @@ def _too_little_time(progress: CellProgress) -> Stop:
 
 
 def _rounded(rate: float) -> float:
+    """Return the rate with three significant digits."""
     return float(f"{rate:.3g}")
 
 
-def next_rate(outcomes: Sequence[tuple[float, bool]], start: float) -> float | None:
-    """Return the requests/s to try after these; None: no rate is left to try.
+def next_rate(tried: Sequence[TriedRate], first_rate: float) -> float | None:
+    """Return the rate to try next, in requests/s; None: no rate is left to try.
 
-    `outcomes`: each rate that was tried, and whether the capacity seems to be above it. Once both
-    sides of the capacity are known and near enough, it is the lower one again. `start`: where to
-    begin: the rate of a single stream, or what a rough step-time model says.
+    This is a bisection on a logarithmic scale, which begins at `first_rate`. Once the bounds of the
+    capacity are within a factor of NARROW, the lower bound is tried again, to confirm it.
     """
-    met, missed = _bounds(outcomes)
-    if not outcomes:
-        return start
+    if not tried:
+        return first_rate
+    met, missed = _bounds(tried)
     if missed == math.inf:
         return 2 * met
     if not met:
-        return missed / 2 if missed / 2 >= LOWEST * start else None
-    return met if missed / met <= NARROW * 1.001 else math.sqrt(met * missed)
+        return missed / 2 if missed / 2 >= MIN_RATE_SHARE * first_rate else None
+    is_narrow = missed / met <= NARROW * 1.001  # rates are rounded to three digits
+    return met if is_narrow else math.sqrt(met * missed)

@@ -1,14 +1,15 @@
-"""Progress of a run that a person follows: a line a cell that changes, and lines that stay.
+"""The progress of a run, for a person who follows it: one line per cell, which changes, and a log.
 
     with Progress() as progress:
-        progress.found("360m", "now", left_seconds=480)
+        progress.set_status("360m", "now", left_seconds=480)
         progress.say("cell 1 of 2, 360m: at most 4 min of measuring")
         progress.tick("360m, 1.6 requests/s: 84 answered, 43 s left", fraction=0.4)
-        progress.found("360m", "no rate confirmed, estimated capacity 2.0/s (1.6–2.5)")
+        progress.set_status("360m", "no rate confirmed, estimated capacity 2.0/s (1.6–2.5)")
 
-On a terminal the cells stand below what was said, each with what is known of it so far, and below
-them what is done now and how long it may still take; `detail` is not shown there. Elsewhere (a log,
-a pipe) every line stays, and what moves is repeated now and then.
+On a terminal, the lines of the cells stand below the log, each with what is known about it so far,
+and below them what is done now and how long all of it may still take. The lines of `log` are not
+shown there, since the line of the cell says the same. If the output is a file or a pipe, all lines
+are logged, and what is done now is logged every ten seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from rich.text import Text
 from crossover.models import formatting
 from crossover.models.errors import printable
 
-PLAIN_EVERY_SECONDS = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 
 
 def console_of(width: int = 160) -> Console:
-    """Standard output; where it is no terminal, as wide as the tables are."""
+    """Return a console for standard output. If that is not a terminal, lines are `width` wide, so
+    that tables fit."""
     return Console(
         highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else width
     )
@@ -40,46 +42,47 @@ class Progress:
     """Writes to `stream`, by default standard error."""
 
     def __init__(
-        self, stream: TextIO | None = None, *, plain_every_seconds: float = PLAIN_EVERY_SECONDS
+        self, stream: TextIO | None = None, *, log_interval_seconds: float = LOG_INTERVAL_SECONDS
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._every = plain_every_seconds
-        self._started = self._spoke = time.monotonic()
-        self._found: dict[str, str] = {}  # by cell
-        self._now = ""
-        self._until: float | None = None  # when all is done at the latest
+        self._log_interval_seconds = log_interval_seconds
+        self._started_at = self._last_line_at = time.monotonic()
+        self._statuses: dict[str, str] = {}  # by cell
+        self._activity = ""  # what is done now
+        self._done_at: float | None = None  # when all cells are done at the latest
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.quiet()
+        self.clear()
 
-    def found(self, cell: str, words: str, left_seconds: float | None = None) -> None:
-        """What is known of a cell now, and how long all cells may still take at most."""
-        self._found[cell] = words
+    def set_status(self, cell: str, words: str, left_seconds: float | None = None) -> None:
+        """Set the line of a cell, and how long all cells together may still take at most."""
+        self._statuses[cell] = words
         if left_seconds is not None:
-            self._until = time.monotonic() + left_seconds
+            self._done_at = time.monotonic() + left_seconds
 
     def say(self, text: str, style: str | None = None) -> None:
-        """A line that stays, with the time since the start in front of it."""
-        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        """Print a line, after the time since the start."""
+        minutes, seconds = divmod(int(time.monotonic() - self._started_at), 60)
         line = Text(f"{minutes:02d}:{seconds:02d} ", style="dim")
         line.append(printable(text), style=style or "not dim")
         self._console.print(line)
-        self._spoke = time.monotonic()
+        self._last_line_at = time.monotonic()
 
-    def detail(self, text: str) -> None:
-        """A line for a log; on a terminal the cell's own line says it."""
+    def log(self, text: str) -> None:
+        """Print a line unless the output is a terminal, where the line of the cell says the
+        same."""
         if not self._console.is_terminal:
             self.say(text)
 
-    def tick(self, what: str, fraction: float | None = None) -> None:
-        """How far the present thing is; may be called as often as one likes."""
-        part = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
-        self._now = printable(what) + part
+    def tick(self, activity: str, fraction: float | None = None) -> None:
+        """Show what is done now and how far it is, 0..1. It may be called at any rate."""
+        percentage = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
+        self._activity = printable(activity) + percentage
         if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console,
@@ -88,21 +91,23 @@ class Progress:
                 get_renderable=self._lines,
             )
             self._live.start()
-        elif self._live is None and time.monotonic() - self._spoke >= self._every:
-            self.say(f"... {self._now}")
+        elif self._live is None:
+            if time.monotonic() - self._last_line_at >= self._log_interval_seconds:
+                self.say(f"... {self._activity}")
 
-    def quiet(self) -> None:
-        """Takes the moving lines away."""
+    def clear(self) -> None:
+        """Remove the lines that change; the log stays."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _lines(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for cell, words in self._found.items():
+        for cell, words in self._statuses.items():
             table.add_row(Text(f"  {printable(cell)}"), Text(printable(words), style="dim"))
         left = ""
-        if self._until is not None and (seconds := self._until - time.monotonic()) > 0:
+        if self._done_at is not None and (seconds := self._done_at - time.monotonic()) > 0:
             left = f"  (at most {formatting.duration(seconds)} left)"
-        self._spinner.update(text=Text(f"{self._now}{left}", overflow="ellipsis", no_wrap=True))
+        activity = Text(f"{self._activity}{left}", overflow="ellipsis", no_wrap=True)
+        self._spinner.update(text=activity)
         return Group(table, self._spinner)

@@ -1,7 +1,7 @@
-"""Where a Crossover server's time went, as its /metrics say.
+"""How a Crossover server's engine spent its time, read from the server's /metrics.
 
-source = EngineClock("http://127.0.0.1:8000")
-source.read()           # an EngineTime; None: another server, or it does not answer
+clock = EngineClock("http://127.0.0.1:8000")
+clock.read()           # an EngineTime; None: another server, or it does not answer
 """
 
 from __future__ import annotations
@@ -13,32 +13,35 @@ from crossover.loadtests.load_generator.http_connection import connect, fetch, g
 from crossover.loadtests.records.journal_events import EngineTime
 
 TIMEOUT_SECONDS = 2.0
-# steps, seconds of the backend, seconds of everything else while there was work
-NAMES = (
-    "crossover_step_backend_seconds_count",
-    "crossover_step_backend_seconds_sum",
-    "crossover_engine_loop_hold_seconds_sum",
-)
+STEPS = "crossover_step_backend_seconds_count"
+DEVICE_SECONDS = "crossover_step_backend_seconds_sum"
+HOST_SECONDS = "crossover_engine_loop_hold_seconds_sum"  # busy time outside the backend
 
 
 class EngineClock:
-    """One endpoint's. Never raises for what the endpoint does."""
+    """Reads the engine time of one endpoint."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url, self._key = url, api_key
+        self._url, self._api_key = url, api_key
 
     def read(self) -> EngineTime | None:
-        """Of all its models together."""
-        found: dict[str, float] = {}
+        """Return the engine time since the server started, of all its models together.
+
+        None: it is not a Crossover server, or it does not answer.
+        """
+        sums: dict[str, float] = {}  # metric -> sum over its labels
         try:
-            with connect(self._url, api_key=self._key) as pool:
+            with connect(self._url, api_key=self._api_key) as pool:
                 _, _, body = fetch(pool, get_bytes(pool, "/metrics"), TIMEOUT_SECONDS)
             for family in text_string_to_metric_families(body.decode(errors="replace")):
-                for one in family.samples:
-                    found[one.name] = found.get(one.name, 0.0) + one.value
+                for sample in family.samples:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         except (LoadError, ValueError):
             return None
-        if any(name not in found for name in NAMES):
+        if not {STEPS, DEVICE_SECONDS, HOST_SECONDS} <= sums.keys():
             return None
-        steps, device, host = (found[name] for name in NAMES)
-        return EngineTime(steps=round(steps), device_seconds=device, host_seconds=host)
+        return EngineTime(
+            steps=round(sums[STEPS]),
+            device_seconds=sums[DEVICE_SECONDS],
+            host_seconds=sums[HOST_SECONDS],
+        )

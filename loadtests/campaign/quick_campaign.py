@@ -23,26 +23,29 @@ from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workloa
 
 DEFAULT_SECONDS = 90.0
 MIN_SECONDS = 30.0
-SINGLE_STREAM_SHARE = 1 / 6  # of the time, for requests one at a time
-# Bursts may take what is left of the budget, and as long again where the first two do not fit: the
-# rest of the time is for starting the load generator and for the simulation.
+# Parts of the total time. The budget is for single streams and bursts. Bursts may take as long
+# again if no step-time model fits the first two; the rest of the time is for that, for starting the
+# load generator and for the simulation.
 BUDGET_SHARE = 0.45
+SINGLE_STREAM_SHARE = 1 / 6
 MIN_ANSWER_TOKENS = 32
+MIN_PROMPT_TOKENS = 32
+TEMPLATE_TOKENS = 32  # allowed for the chat template and the first token of a text
 
 
 class QuickQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of which endpoint."""
+    """An endpoint, the SLO and workload to estimate its capacity for, and the time for it."""
 
     target: Target
     slo: Slo
     workload: Workload = DEFAULT_WORKLOAD
-    seconds: float = DEFAULT_SECONDS  # at most, of measuring and estimating
+    seconds: float = DEFAULT_SECONDS  # at most, for measuring and estimating together
 
 
 def quick_plan(question: QuickQuestion) -> Plan:
     """Return the campaign that answers the question. Raises BadCampaign."""
     seconds = question.seconds
-    given = {
+    keys = {
         "name": "quick",
         "budget_seconds": round(seconds * BUDGET_SHARE, 1),
         "disturbance": "ignore",  # there is no time to wait for a quiet machine
@@ -54,21 +57,21 @@ def quick_plan(question: QuickQuestion) -> Plan:
             "single_stream_seconds": round(seconds * SINGLE_STREAM_SHARE, 1),
         },
     }
-    return parse_campaign(_as_toml(given))
+    return parse_campaign(_as_toml(keys))
 
 
 def fitting_workload(workload: Workload, context_tokens: int | None) -> Workload:
-    """Return the workload with caps that a context of so many tokens has room for; None: any.
+    """Return the workload with maximum lengths that fit in the server's context.
 
-    Raises LoadError where no useful request fits.
+    `context_tokens`: None if it is not known; then the workload is returned as it is, and so is one
+    that is not a preset. Raises LoadError if no useful request fits.
     """
     prompt, answer = workload.limits
     if context_tokens is None or workload.preset is None or prompt + answer <= context_tokens:
         return workload
     answer = min(answer, max(MIN_ANSWER_TOKENS, context_tokens // 4))
-    # The chat template and the first token of a text take some.
-    prompt = min(prompt, context_tokens - answer - MIN_ANSWER_TOKENS)
-    if prompt < MIN_ANSWER_TOKENS:
+    prompt = min(prompt, context_tokens - answer - TEMPLATE_TOKENS)
+    if prompt < MIN_PROMPT_TOKENS:
         raise LoadError(
             f"The server's context of {context_tokens} tokens is too short for requests of this "
             "workload; start it with a longer one."
@@ -79,6 +82,7 @@ def fitting_workload(workload: Workload, context_tokens: int | None) -> Workload
 
 
 def _slo_keys(slo: Slo) -> dict[str, Any]:
+    """Return the keys of an SLO as a campaign file has them, without limits that are None."""
     keys = ("name", *LIMITS.values(), "target")
     return {key: value for key in keys if (value := getattr(slo, key)) is not None}
 
@@ -94,13 +98,14 @@ def _keys_that_differ(struct: msgspec.Struct) -> dict[str, Any]:
     }
 
 
-def _as_toml(given: Mapping[str, Any]) -> str:
-    """Return a campaign's text: tables of one level in their own lines, deeper ones inline."""
-    return "".join(f"{key} = {_value(value)}\n" for key, value in given.items())
+def _as_toml(keys: Mapping[str, Any]) -> str:
+    """Return the text of a campaign file: one line per key, with tables inline."""
+    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in keys.items())
 
 
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
+    """Return a value as TOML. Strings, numbers, booleans and lists are written as in JSON."""
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{json.dumps(key)} = {_value(each)}" for key, each in value.items())
-        return f"{{ {pairs} }}"
+        pairs = [f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items()]
+        return f"{{ {', '.join(pairs)} }}"
     return json.dumps(value)

@@ -1,10 +1,11 @@
-"""What is on record of a run: its manifest, campaign, cells, their levels and what these took.
+"""The state of a run as its folder records it: campaign, cells, their levels and what these took.
 
     state = CellState(run, campaign, cell, levels)
-    state.event(CellStarted(...)); state.spent_seconds, state.levels, state.calibrated
+    state.record(CellStarted(...)); state.spent_seconds, state.levels, state.calibrated
 
-The journal is folded once, event by event, at resume and while it is written. The runner asks here
-before each step, so that it goes on after a kill as if nothing had happened.
+The state is computed from the journal, event by event, both at resume and while the journal is
+written. The runner decides from this state alone, so it continues after a kill as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
+from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, file_name
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
@@ -28,6 +29,7 @@ from crossover.serving.backends.backend_table import library_versions
 from crossover.serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
+# Packages whose versions a run records, besides those of the backends.
 PACKAGES = (
     PRODUCT,
     "locust",
@@ -37,11 +39,11 @@ PACKAGES = (
     "tokenizers",
     "uvicorn",
     "msgspec",
-)  # beside the backends' own
+)
 
 
 class CellRecord:
-    """What the journal says of one cell."""
+    """What a run has recorded about one cell."""
 
     def __init__(
         self,
@@ -50,23 +52,26 @@ class CellRecord:
         cell: Cell,
         levels: Sequence[Level] = (),
     ) -> None:
-        """`levels`: the run's finished ones."""
-        self.campaign, self.cell, self.key = campaign, cell, cell.key
-        self.levels = [one for one in levels if one.cell == cell.key]
-        self.ready: journal.CellReady | None = None  # what its last server said
+        """`levels`: the run's finished levels, of all cells."""
+        self.campaign = campaign
+        self.cell = cell
+        self.key = cell.key
+        self.levels = [level for level in levels if level.cell == cell.key]
+        self.ready: journal.CellReady | None = None  # of its last server
         self.choice: journal.EngineChosen | None = None
         self.calibrated: journal.Calibrated | None = None
         self.ended: journal.CellFinished | journal.CellSkipped | None = None
-        self.blocks: dict[int, journal.CellStarted] = {}  # what was said when each was begun
-        self.starts = 0  # servers that were ready so far, the one that serves now included
+        self.blocks: dict[int, journal.CellStarted] = {}  # by number
+        self.starts = 0  # of its server that became ready, including the one that runs now
         self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
-        self.lost_seconds = 0.0  # of disturbed levels, and of waiting for a quiet machine
-        self._tried: Counter[str] = Counter()  # attempts by the level's name without the attempt
+        self.lost_seconds = 0.0  # in disturbed levels, and waiting for an idle machine
+        self._attempts: Counter[str] = Counter()  # by the level's name without the attempt's number
         for event in events:
             if event.cell == cell.key:
-                self._note(event)
+                self._apply(event)
 
-    def _note(self, event: journal.Event) -> None:
+    def _apply(self, event: journal.Event) -> None:
+        """Update this record by one event of its cell."""
         match event:
             case journal.CellStarted():
                 self.blocks[event.block] = event
@@ -88,9 +93,9 @@ class CellRecord:
             case journal.CellFinished() | journal.CellSkipped():
                 self.ended = event
             case journal.LevelStarted():
-                self._tried[event.level.rpartition(".")[0]] += 1
-            case journal.LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
-                self.lost_seconds += event.spent_seconds  # patience, not budget
+                self._attempts[event.level.rpartition(".")[0]] += 1
+            case journal.LevelFinished(disturbance=found) if found and found.is_set_aside:
+                self.lost_seconds += event.spent_seconds
             case journal.LevelFinished() | journal.LevelAbandoned():
                 self.spent_seconds += event.spent_seconds
             case journal.Waited():
@@ -102,18 +107,21 @@ class CellRecord:
         return journal.device_of(self.cell.device, self.ready)
 
     @property
-    def level_seconds(self) -> float:
-        """The shortest level that confirms."""
+    def min_level_seconds(self) -> float:
+        """Length of the shortest level that can confirm a rate."""
         return self.campaign.search.level_seconds_on(self.device)
 
     @property
-    def counted(self) -> list[Level]:
+    def counted_levels(self) -> list[Level]:
         """The finished levels of load and single streams, without those that were set aside."""
-        return [one for one in self.levels if not (one.started.is_burst or one.is_set_aside)]
+        return [
+            level for level in self.levels if not level.started.is_burst and not level.is_set_aside
+        ]
 
-    def next_name(self, number: str) -> str:
-        """Of the next attempt at the level of this number: "cell#2.1"."""
-        return f"{self.key}#{number}.{self._tried[f'{self.key}#{number}'] + 1}"
+    def next_level_name(self, number: str) -> str:
+        """Return the name of the next attempt at the level with this number: "cell#2.1"."""
+        name = f"{self.key}#{number}"
+        return f"{name}.{self._attempts[name] + 1}"
 
 
 class CellState(CellRecord):
@@ -125,28 +133,29 @@ class CellState(CellRecord):
         super().__init__(run.events, campaign, cell, levels)
         self.run = run
 
-    def event(self, event: journal.E) -> journal.E:
-        """Writes one line of the journal."""
-        self.run.event(event)
-        self._note(event)
+    def record(self, event: journal.E) -> journal.E:
+        """Write an event to the journal, apply it to this state, and return it."""
+        self.run.append_event(event)
+        self._apply(event)
         return event
 
-    def finish(self, level: Level) -> None:
-        """Writes that a level has finished; returns when all of it is on disk."""
+    def finish_level(self, level: Level) -> None:
+        """Record that a level has finished. Returns when all of it is on disk."""
         assert level.finished is not None
-        self.run.finish(level.finished)
-        self._note(level.finished)
+        self.run.finish_level(level.finished)
+        self._apply(level.finished)
         self.levels.append(level)
 
 
 def seed_of(seed: int, cell: Cell, level: str) -> int:
-    """The seed of one attempt at a level, the same in each cell that has a server of its own.
+    """Return the seed of one attempt at a level.
 
-    So cells are compared by the same requests. Levels of one server share no prompts: no prefix
-    cache helps a later one.
+    `seed` is the campaign's, `level` the attempt's name. Cells with a server of their own are
+    compared by the same requests, so there the seed does not depend on the cell. Levels on one
+    server have different seeds, so that no prefix cache helps a later one.
     """
-    own = level.removeprefix(cell.key) if cell.url is None else level
-    digest = hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=6).digest()
+    name = level.removeprefix(cell.key) if cell.url is None else level
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -154,15 +163,16 @@ def seed_of(seed: int, cell: Cell, level: str) -> int:
 
 
 def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str]) -> RunFolder:
-    """A run folder below `out` whose name is not taken: date, time, campaign. Raises BadRunFolder.
+    """Create the folder of a new run below `out`, named after date, time and campaign.
 
-    `command`: what started it.
+    `command`: the command line that started the run. Raises BadRunFolder.
     """
-    first = name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{plain(plan.campaign.name)}"
+    base_name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{file_name(plan.campaign.name)}"
+    name = base_name
     number = 0
     while (out / name).exists():
         number += 1
-        name = f"{first}-{number}"
+        name = f"{base_name}-{number}"
     versions = library_versions()
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -185,7 +195,8 @@ def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str])
 
 
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
-    """The campaign of a run as it was read when it started. Raises BadRunFolder."""
+    """Return the campaign of a run as it was read when the run started, and its cells. Raises
+    BadRunFolder."""
     try:
         campaign = msgspec.convert(manifest.campaign, Campaign)
         cells = msgspec.convert(manifest.cells, list[Cell])
@@ -194,7 +205,7 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
             f"The manifest of run {manifest.run_id} has a campaign of another version: {problem}"
         ) from problem
     for cell in cells:
-        if cell.key != plain(cell.key):  # it names files
+        if cell.key != file_name(cell.key):  # files are named after it
             raise BadRunFolder(
                 f"The manifest of run {manifest.run_id} has an invalid cell key {cell.key!r}"
             )

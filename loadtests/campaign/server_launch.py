@@ -1,7 +1,7 @@
 """The server of a cell: a child process on its own cores, or an endpoint that is already running.
 
-server = Server(cell, campaign, folder / "logs")
-server.wait_ready(say)
+server = CellServer(cell, campaign, folder / "logs")
+server.wait_ready(report)
 server.target, server.ready(cell.key), server.trouble()
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Engine
+from crossover.loadtests.campaign.campaign_file import Campaign, Cell, ThirdPartyEngine
 from crossover.loadtests.campaign.cell_selection import layout_of, placement_policy_of
 from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from crossover.loadtests.host.child_processes import Child, last_line
@@ -38,54 +38,46 @@ from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.hardware.cpu_topology import cores_text
 from crossover.serving.server_options import arguments
 
-Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
-HOST = "127.0.0.1"  # of an engine of others
+Report = Callable[[str, float | None], None]  # (what is done now, fraction of it 0..1 or None)
+HOST = "127.0.0.1"  # of another project's engine
 STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL: several processes free a GPU
-ASK_SECONDS = 5.0
+READY_TIMEOUT_SECONDS = 5.0  # of one request that asks whether an engine is ready
+# Device files that a process which uses a GPU has open: CUDA opens /dev/nvidia*, ROCm /dev/kfd,
+# Vulkan a render node, and a GPU in Windows' Linux subsystem is /dev/dxg.
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
 
-class Server:
-    """Whoever serves a cell: a `crossover serve` or an engine of others that it starts, or an
-    endpoint that is there.
-    """
+class CellServer:
+    """The server of a cell: a `crossover serve` or another project's engine, which this class
+    starts, or an endpoint that is already running."""
 
-    pid: int | None = None  # of a server that it started
+    pid: int | None = None  # None: it was not started here
 
     def __init__(self, cell: Cell, campaign: Campaign, logs: Path) -> None:
-        """Starts nothing yet."""
+        """Start nothing yet. `logs`: the folder for its output."""
         self.target = campaign.target or Target(url="")
-        self.layout = layout_of(cell, campaign)
+        self.layout = layout_of(cell, campaign)  # None: an endpoint
         self._cell, self._campaign = cell, campaign
         self._engine = campaign.engine_of(cell)
-        self.is_ours = self.layout is not None and self._engine is None
+        self.is_crossover = self.layout is not None and self._engine is None
         self.name = self._engine.name if self._engine else "the server"
         self.log = logs / f"{cell.key}.server.log"
         self._ready_file = logs / f"{cell.key}.ready.json"
         self._child: Child | None = None
-        self._words: list[str] = []
-        self._identity: ModelIdentity | None = None  # of a model that the ladder does not have
+        self._command: list[str] = []
+        self._identity: ModelIdentity | None = None  # None: a ladder model
 
-    def wait_ready(self, say: Say) -> None:
-        """Starts it, where it is ours to start, and waits until it is loaded.
+    def wait_ready(self, report: Report) -> None:
+        """Start the server, unless it is an endpoint, and wait until it has loaded its model.
 
-        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
+        Raises ServerFailed if it does not start or takes too long, ServerLost if it was killed.
         """
         if self.layout is None:
             return
         if self._engine is None:
-            self._ready_file.unlink(missing_ok=True)
-            # The engine takes its own cores; what the server may use must hold both.
-            cores = tuple(sorted({*self.layout.engine, *self.layout.api}))
-            self._words = serve_command(self._cell, self._campaign, self.layout, self._ready_file)
-
-            def look() -> str:
-                return "" if self._ready_file.exists() else "it loads"
-
-            self._start(self._words, cores, look, say)
-            url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
+            url = self._start_crossover(self.layout, report)
         else:
-            url = self._start_engine(self._engine, self.layout, say)
+            url = self._start_engine(self._engine, self.layout, report)
         self._identity = identity_now(self._cell)
         self.target = Target(
             url=url,
@@ -93,10 +85,25 @@ class Server:
             ignore_eos=self._campaign.ignore_eos,
         )
 
-    def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> str:
-        """Makes or finds its weights, starts it, waits until `ready` answers 200; its URL.
+    def _start_crossover(self, layout: Layout, report: Report) -> str:
+        """Start `crossover serve`, wait until its model is loaded, and return its URL."""
+        self._ready_file.unlink(missing_ok=True)
+        self._command = serve_command(self._cell, self._campaign, layout, self._ready_file)
+        # The server pins its engine and its API to their own cores, so it needs both.
+        cores = tuple(sorted({*layout.engine, *layout.api}))
 
-        Raises ServerFailed where its program is not installed.
+        def missing() -> str:
+            return "" if self._ready_file.exists() else "it loads"
+
+        self._start(self._command, cores, missing, report)
+        url: str = msgspec.json.decode(self._ready_file.read_bytes())["url"]
+        return url
+
+    def _start_engine(self, engine: ThirdPartyEngine, layout: Layout, report: Report) -> str:
+        """Make or find the weights of another project's engine, start it, wait until its `ready`
+        path answers 200, and return its URL.
+
+        Raises ServerFailed if its program is not installed or it has no weights.
         """
         model, server = self._cell.source, self._campaign.server
         program = program_of(engine.command)
@@ -105,13 +112,18 @@ class Server:
             raise ServerFailed(f"{engine.name} needs the program {program!r}, not found.{how}")
         try:
             if engine.weights != "none":
-                weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
-                model = resolve(model, **weights, cache=server.cache, progress=say).path
+                model = resolve(
+                    model,
+                    kind=engine.weights,
+                    weight_format=self._cell.weight_format,
+                    cache=server.cache,
+                    progress=report,
+                ).path
         except ModelError as problem:
             raise ServerFailed(f"There are no weights for {engine.name}: {problem}") from problem
-        with socket.socket() as one:  # a port that nobody listens on now
-            one.bind((HOST, 0))
-            port = one.getsockname()[1]
+        with socket.socket() as free:  # the kernel chooses a free port
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
         settings = server.filled(DEFAULT_SETTINGS["cpu"])
         values = {
             "model": model,
@@ -123,88 +135,101 @@ class Server:
             "threads": server.threads or layout.engine_threads,
             "cores": cores_text(layout.engine),
         }
-        self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
-        ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
+        self._command = filled(engine.command, values)
+        # Variables of Crossover's own Python, which another project's Python must not inherit.
+        unset = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]
+        url = f"http://{HOST}:{port}"
 
-        def look() -> str:
+        def missing() -> str:
             try:
-                status = fetch(pool, get_bytes(pool, engine.ready), ASK_SECONDS)[0]
+                status, _, _ = fetch(pool, get_bytes(pool, engine.ready), READY_TIMEOUT_SECONDS)
             except TargetUnusable:
                 return f"{url}{engine.ready} did not answer"
             return "" if status == 200 else f"{url}{engine.ready} answered {status}"
 
         with connect(url) as pool:
-            self._start(["env", *ours, *self._words], layout.engine, look, say)
+            self._start(["env", *unset, *self._command], layout.engine, missing, report)
         return url + (engine.api_path or "")
 
     def _start(
-        self, command: list[str], cores: tuple[int, ...], look: Callable[[], str], say: Say
+        self,
+        command: list[str],
+        cores: tuple[int, ...],
+        missing: Callable[[], str],
+        report: Report,
     ) -> None:
-        """Starts it and waits until `look` finds nothing missing any more."""
-        began, seconds = time.monotonic(), self._campaign.server.ready_seconds
+        """Start the server and wait until `missing` returns "": nothing is missing any more."""
+        started_at, seconds = time.monotonic(), self._campaign.server.ready_seconds
         self._child = child = Child(command, cores=cores, log=self.log)
         self.pid = child.pid
-        until, said = began + seconds, f"its output is in logs/{self.log.name}"
-        while missing := look():
+        where = f"its output is in logs/{self.log.name}"
+        while what := missing():
             if (status := child.poll()) is not None:
-                how = f"({child.how_it_ended()}); {said}"
+                how = f"({child.how_it_ended()}); {where}"
                 if status < 0:
                     raise ServerLost(f"{self.name} was killed while starting {how}")
                 raise ServerFailed(f"{self.name} did not start {how}")
-            if time.monotonic() > until:
+            if time.monotonic() > started_at + seconds:
                 raise ServerFailed(
-                    f"{self.name} was not ready within {seconds:g} s: {missing}; {said}"
+                    f"{self.name} was not ready within {seconds:g} s: {what}; {where}"
                 )
-            say(last_line(self.log) or f"starting {self.name}", None)
+            report(last_line(self.log) or f"starting {self.name}", None)
             time.sleep(0.05)
-        self._load_seconds = round(time.monotonic() - began, 3)
+        self._load_seconds = round(time.monotonic() - started_at, 3)
 
     def ready(self, cell: str) -> CellReady:
-        """Of ours what /v1/placement says; of others their command as it was run; of an endpoint
-        what it says of itself."""
+        """Return the event that says what serves the cell: by /v1/placement for a Crossover server,
+        by its command for another project's engine, and by its own routes for an endpoint.
+
+        Raises TargetUnusable.
+        """
         if self.layout is None:
-            return ready_of_endpoint(
-                cell, self.target, ask_details(self.target, self.target.model or self._cell.model)
-            )
+            details = ask_details(self.target, self.target.model or self._cell.model)
+            return ready_of_endpoint(cell, self.target, details)
         load_seconds: float | None = self._load_seconds
         if self._engine is None:
             with connect(self.target.url) as pool:
                 status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
             if status != 200:
                 raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
-            seen = msgspec.json.decode(body)
-            info, load_seconds = info_of(seen), seen.get("load_seconds")
+            placement = msgspec.json.decode(body)
+            info, load_seconds = info_of(placement), placement.get("load_seconds")
         else:
-            has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
+            uses_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
             info = EngineInfo(
                 name=self.name,
-                device="gpu" if has_gpu else "cpu",
+                device="gpu" if uses_gpu else "cpu",
                 weight_format=self._cell.weight_format,
-                command=shlex.join(self._words),
+                command=shlex.join(self._command),
             )
+        identity = self._identity
         has_weights = self._engine is None or self._engine.weights != "none"
-        own = self._identity
+        is_random = identity is None or identity.is_random  # a ladder model has random weights
         return CellReady(
             cell=cell,
             info=info,
             load_seconds=load_seconds,
-            synthetic=has_weights and (own.is_random if own is not None else True),
-            spec=None if own is None else own.spec,
+            synthetic=has_weights and is_random,
+            spec=None if identity is None else identity.spec,
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
         )
 
     def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
+        """Return why a level cannot go on; None: the server runs, or was not started here."""
         if self._child is not None and self._child.poll() is not None:
             return f"{self.name} ended ({self._child.how_it_ended()})"
         return None
 
     def engine_pids(self) -> list[int]:
-        """Of ours: a level in which they change is none."""
-        return engine_pids(self.pid or 0) if self.is_ours else []
+        """Return the engine processes of a Crossover server; [] for any other.
+
+        If they change during a level, the engine was restarted, and the level does not count.
+        """
+        return engine_pids(self.pid or 0) if self.is_crossover else []
 
     def stop(self) -> None:
+        """Stop the server, if it was started here."""
         if self._child is not None:
             self._child.stop(STOP_SECONDS + 10.0)
 
@@ -225,19 +250,24 @@ def ready_of_endpoint(cell: str, target: Target, details: EndpointDetails) -> Ce
 
 
 def identity_now(cell: Cell) -> ModelIdentity | None:
-    """What the model is, once its server has fetched it; None: it is of the ladder."""
-    known = cell.identity
-    if known is None or known.spec is not None:
-        return known
+    """Return what the cell's model is; None: a ladder model.
+
+    The shape of a model of the hub is known only after the server has fetched it, so the model is
+    identified again if the cell does not have its shape.
+    """
+    identity = cell.identity
+    if identity is None or identity.spec is not None:
+        return identity
     with contextlib.suppress(ModelError):
-        found = identify(known.source)
-        spec = found.spec and msgspec.structs.replace(found.spec, name=known.name)
-        return msgspec.structs.replace(found, name=known.name, spec=spec)
-    return known
+        fetched = identify(identity.source)
+        spec = fetched.spec and msgspec.structs.replace(fetched.spec, name=identity.name)
+        return msgspec.structs.replace(fetched, name=identity.name, spec=spec)
+    return identity
 
 
 def api_of(campaign: Campaign, model: ModelIdentity | None) -> Literal["completions", "chat"]:
-    """The route that is measured on a server started here."""
+    """Return the route that is measured on a server that the campaign starts. `model` None: a
+    ladder model."""
     if campaign.api != "auto":
         return campaign.api
     if campaign.workload.has_sessions:
@@ -246,16 +276,16 @@ def api_of(campaign: Campaign, model: ModelIdentity | None) -> Literal["completi
 
 
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
-    """CUDA opens /dev/nvidia*, ROCm /dev/kfd, Vulkan on a GPU a render node."""
+    """Return whether a process has a GPU's device file open; False if it cannot be read."""
     try:
-        held = [os.readlink(one) for one in (proc / str(pid) / "fd").iterdir()]
+        open_files = [os.readlink(link) for link in (proc / str(pid) / "fd").iterdir()]
     except OSError:
         return False
-    return any(name.startswith(GPU_FILES) for name in held)
+    return any(name.startswith(GPU_FILES) for name in open_files)
 
 
 def program_of(command: str) -> str:
-    """The program that a command starts, behind `env` and its variables."""
+    """Return the program that a command starts: `vllm` of `env A=1 vllm serve`."""
     words = shlex.split(command)
     if words[0] == "env":
         words = [word for word in words[1:] if not re.match(r"\w+=", word)]
@@ -263,30 +293,36 @@ def program_of(command: str) -> str:
 
 
 def filled(command: str, values: Mapping[str, object]) -> list[str]:
-    """The words of a command, split as a shell does, its places filled."""
-    return [
-        re.sub(r"\{([A-Za-z_]+)\}", lambda place: str(values.get(place[1], place[0])), word)
-        for word in shlex.split(command)
-    ]
+    """Return the words of a command, split as by a shell, with the values in place of {name}.
+
+    A name without a value stays as it is.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        return str(values.get(match[1], match[0]))
+
+    return [re.sub(r"\{([A-Za-z_]+)\}", value, word) for word in shlex.split(command)]
 
 
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:
-    """What /v1/placement says of the engine."""
+    """Return what the answer of /v1/placement says about the engine."""
     engine, memory = placement.get("engine") or {}, placement.get("memory") or {}
-    more = {
+    fields = {
+        **engine,
         "name": engine.get("backend"),
         "device_name": placement.get("device_name"),
         "predicted": memory.get("predicted"),
         "prefix_reuse": placement.get("prefix_reuse"),
     }
-    return msgspec.convert({**engine, **more}, EngineInfo)
+    return msgspec.convert(fields, EngineInfo)
 
 
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
-    """`crossover serve` as the cell wants it."""
+    """Return the `crossover serve` command for a cell. The server writes its URL to `ready_file`
+    once its model is loaded."""
     server = msgspec.structs.asdict(campaign.server)
-    del server["ready_seconds"], server["gpu"]
-    given = {
+    del server["ready_seconds"], server["gpu"]  # of the campaign, not of `serve`
+    options = {
         **server,
         **msgspec.structs.asdict(campaign.server.settings_on(cell.device)),
         "backend": cell.backend,
@@ -299,4 +335,4 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "ready_file": ready_file.absolute(),
         "served_name": None if cell.identity is None else cell.model,
     }
-    return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.source]
+    return [sys.executable, "-m", "crossover", "serve", *arguments(options), "--", cell.source]

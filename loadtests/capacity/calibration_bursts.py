@@ -1,20 +1,20 @@
-"""Calibration: some 20 s of requests out of which the step-time model is fitted.
+"""Calibration: some 20 s of requests to which the step-time model is fitted.
 
     calibration = calibrate(send_burst, workload, 8, 20.0, [single_stream_level])
     calibration.step_times, calibration.reason     # the step-time model, or why there is none
 
-Single streams tell what a prompt and one decode row cost. Then come two bursts: streams that are
-sent at one moment and end one after the other, so that each tells a step's time at several numbers
-of decode rows, and at its beginning what several prompts in one step cost. The first has short
-prompts, the second the workload's own lengths: that tells what context costs. Where an endpoint
-does not say its slots, bursts of 2, 4, 8 ... find them.
+Single streams show what a prompt and one decode row cost. Then come two bursts. The requests of a
+burst are sent at one moment and end one after the other, so that a burst shows a step's time at
+several numbers of decode rows, and at its beginning what several prompts in one step cost. The
+first burst has short prompts and the second the workload's own lengths; their difference shows what
+context costs. If an endpoint does not report its slots, bursts of 2, 4, 8 ... requests find them.
 
-Where the step-time model does not fit, either something else ran beside the bursts or no step-time
-model describes the engine. So the bursts are asked again once, and those count whose steps the
-step-time model fits better.
+If the step-time model does not fit, either something else ran during the bursts, or no step-time
+model describes the engine. So the bursts are sent once more, and the pair with the better fit
+counts.
 
-What is asked depends on lengths and on what was seen, not on a clock, so a calibration that is
-taken up again asks the same.
+What is sent depends on lengths and on the steps observed so far, not on a clock. So a calibration
+that was interrupted sends the same again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
@@ -39,23 +40,30 @@ from crossover.serving.capacity.step_time_model import (
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.request_lengths import Workload
 
-SHORT_PROMPT = 16
+SHORT_PROMPT_TOKENS = 16
 MAX_STREAMS = 64
-MAX_SLOTS = 64  # that are looked for
-LADDER = (1.0, 0.75, 0.5, 0.375, 0.25)  # of the streams, the decode rows to visit
-PAIRS = 2  # of bursts, where steps are off the step-time model after the first
-STEPS = (4, 32)  # at each number of rows, at least and at most
-SCALING = 0.8  # power of rows by which a step is expected to grow before several were seen
-PROMPTS_SHARE = 0.4  # of a burst's time
-MIN_CONTEXT = 0.5  # of the mean prompt: shorter contexts do not tell what a token costs
-AHEAD = 4  # steps, and an eighth of the streams: that the first stream starts before the last
-PIECE = 256  # prompt tokens that are expected to share a step with decode rows
+MAX_SLOTS = 64  # largest number that bursts look for
+ROW_STAGES = (1.0, 0.75, 0.5, 0.375, 0.25)  # numbers of decode rows, as shares of the streams
+MAX_PAIRS = 2  # of bursts; the second pair only if no step-time model fits the first
+MIN_STEPS, MAX_STEPS = 4, 32  # at each number of decode rows
+# A step with n decode rows is expected to take n ** ROW_EXPONENT times as long as one with a single
+# row, until steps with several rows have been observed.
+ROW_EXPONENT = 0.8
+MAX_PROMPTS_SHARE = 0.4  # of a burst's time, for its prompts
+# As a share of the mean prompt: shorter contexts do not show what a token of context costs.
+MIN_CONTEXT_SHARE = 0.5
+# The prompts of a burst are processed over several steps, in which the first streams already
+# decode: at least LEAD_STEPS, one for each STREAMS_PER_STEP streams, and one for each
+# PROMPT_TOKENS_PER_STEP tokens.
+LEAD_STEPS = 4
+STREAMS_PER_STEP = 8
+PROMPT_TOKENS_PER_STEP = 256
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Streams that are sent at one moment, in this order: tokens of each prompt and answer."""
+    """Requests (streams) that are sent at one moment, in this order."""
 
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]  # of each stream
     output_tokens: tuple[int, ...]
 
     @property
@@ -64,178 +72,206 @@ class Burst(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a calibration found."""
+    """The result of a calibration."""
 
-    slots: int | None  # as served, or as found; None: not found
+    slots: int | None  # those that were given, or that bursts found; None: not found
     step_times: StepTimeModel | None
     reason: str  # why there is no step-time model
 
 
-# Sends a burst and waits for its end; None: it tells nothing.
+# Sends a burst and waits for its end. Returns its level; None: it was disturbed.
 SendBurst = Callable[[Burst], Level | None]
 
 
 def calibrate(
-    ask: SendBurst,
+    send: SendBurst,
     workload: Workload,
     slots: int | None,
     seconds: float,
-    alone: Sequence[Level],
+    single_streams: Sequence[Level],
     experts: Routing | None = None,
 ) -> Calibration:
-    """Two bursts beside `alone`, the single streams, and the step-time model. `slots` None: find
-    them. `experts`: of a mixture; None: of a dense model, or not known.
+    """Send two bursts, and fit the step-time model to them and to the single streams.
 
-    Nothing is asked that is expected to pass `seconds`, but for one burst of two streams, and
-    bursts that are asked again.
+    `slots`: None to find them. `experts`: None for a dense model, or one whose experts are not
+    known. No burst is sent that is expected to exceed `seconds`, except one of two streams, and the
+    second pair of bursts if the first does not fit.
     """
-    prompts = lengths_of(workload, 400, 1).prompt  # of conversations with their histories
-    seen = _Seen(ask, prompts, seconds, experts)
-    for level in alone:
-        seen.take(level)
-    if slots is None and seen.has_steps:
-        slots = seen.find_slots()
-    step_times, reason = seen.step_times_of_bursts(slots, seconds - seen.spent)
+    # Of conversations, prompts include the history.
+    prompt_tokens = lengths_of(workload, 400, 1).prompt
+    run = _CalibrationRun(send, prompt_tokens, seconds, experts)
+    for level in single_streams:
+        run.observe(level)
+    if slots is None and run.has_steps:
+        slots = run.find_slots()
+    step_times, reason = run.fit_to_bursts(slots, seconds - run.spent_seconds)
     return Calibration(slots=slots, step_times=step_times, reason=reason)
 
 
-class _Seen:
-    """What was asked and seen so far."""
+class _CalibrationRun:
+    """Sends bursts and collects the steps that they show."""
 
     def __init__(
         self,
-        ask: SendBurst,
-        prompts: np.typing.NDArray[np.int64],
+        send: SendBurst,
+        workload_prompts: npt.NDArray[np.int64],
         seconds: float,
         experts: Routing | None,
     ) -> None:
+        """`workload_prompts`: [requests], prompt tokens."""
         self.observations: list[StepObservation] = []
-        self.spent = 0.0
-        self.has_steps = False
-        self._ask, self._prompts, self._seconds = ask, prompts, seconds
+        self.spent_seconds = 0.0
+        self.has_steps = False  # some chunks were single tokens
+        self._send_burst = send
+        self._workload_prompts = workload_prompts
+        self._seconds = seconds
         self._experts = experts
 
-    def take(self, level: Level) -> None:
-        """Add what a level's stamps tell of steps."""
+    def observe(self, level: Level) -> None:
+        """Add the steps that the chunks of a level show."""
         if not len(level.chunks):
             return
-        # All of a burst are under way at once; slots below its streams only merge more steps.
+        # All requests of a burst may be in flight at once. If the server has fewer slots, more
+        # steps than necessary are merged, which does no harm.
         steps, _ = observed_steps(level, max(len(level.due), 1), self._experts)
         self.has_steps = self.has_steps or bool(steps)
         self.observations += merged_steps(steps)
 
-    def ask(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level | None:
-        level = self._ask(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
+    def send(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level | None:
+        """Send a burst and add its steps. Returns None if it was disturbed."""
+        level = self._send_burst(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
         if level is not None and len(level.chunks):
-            self.spent += float(np.nanmax(level.chunks))
-            self.take(level)
+            self.spent_seconds += float(np.nanmax(level.chunks))
+            self.observe(level)
         return level
 
     def find_slots(self) -> int | None:
-        """Streams served together, by bursts of 2, 4, 8 ...; None: too slow to find out."""
-        served, streams = None, 2
+        """Return how many requests are served together, found by bursts of 2, 4, 8 ... requests;
+        None: a burst of two was disturbed."""
+        slots, streams = None, 2
         while streams <= MAX_SLOTS:
-            tokens = STEPS[0] + AHEAD + streams
-            cost = tokens * self._expected(streams) + self._fill(SHORT_PROMPT) * streams
-            if streams > 2 and cost > (self._seconds - self.spent) / 2:
+            output_tokens = MIN_STEPS + LEAD_STEPS + streams
+            prompts_seconds = self._prompt_seconds(SHORT_PROMPT_TOKENS) * streams
+            burst_seconds = output_tokens * self._decode_seconds(streams) + prompts_seconds
+            if streams > 2 and burst_seconds > (self._seconds - self.spent_seconds) / 2:
                 break
-            level = self.ask([SHORT_PROMPT] * streams, [tokens] * streams)
+            level = self.send([SHORT_PROMPT_TOKENS] * streams, [output_tokens] * streams)
             if level is None:
                 break
-            at_once = most_at_once(level)
-            served = max(served or 1, at_once)
-            if at_once < streams:
+            together = max_concurrent_streams(level)
+            slots = max(slots or 1, together)
+            if together < streams:
                 break
             streams *= 2
-        return served
+        return slots
 
-    def step_times_of_bursts(
-        self, slots: int | None, seconds: float
-    ) -> tuple[StepTimeModel | None, str]:
-        """The step-time model with two bursts within so many seconds, and as many again where it
-        does not fit.
-
-        Where there is none: None and why.
-        """
+    def fit_to_bursts(self, slots: int | None, seconds: float) -> tuple[StepTimeModel | None, str]:
+        """Send two bursts within `seconds`, and two more if no step-time model fits them. Return
+        the model that fits best and ""; or None, and why there is none."""
         if not self.has_steps:
             return None, "the server's chunks have several tokens or none, so its steps are unknown"
-        before, streams = self.observations, min(slots or 0, MAX_STREAMS)
-        found: list[StepTimeModel] = []
-        while len(found) < PAIRS and not (found and found[-1].fits):
-            self.observations, until = list(before), self.spent + seconds
-            for left in (2, 1):
-                self.burst(streams, (until - self.spent) / left, left == 1)
+        earlier_observations = self.observations
+        streams = min(slots or 0, MAX_STREAMS)
+        models: list[StepTimeModel] = []
+        while len(models) < MAX_PAIRS and not (models and models[-1].fits):
+            self.observations = list(earlier_observations)
+            until = self.spent_seconds + seconds
+            self.send_burst(streams, (until - self.spent_seconds) / 2, has_real_lengths=False)
+            self.send_burst(streams, until - self.spent_seconds, has_real_lengths=True)
             try:
-                found.append(self.step_times())
+                models.append(self.fit())
             except WorkloadError as problem:
                 return None, str(problem)
-        step_times = min(found, key=lambda one: one.error or 0.0)
-        off = (
-            f"its error on steps left out of the fit is {step_times.error:.0%} ({FITS:.0%} at most)"
+        best = min(models, key=lambda model: model.error or 0.0)
+        if best.fits:
+            return best, ""
+        return (
+            None,
+            f"its error on steps left out of the fit is {best.error:.0%} ({FITS:.0%} at most)",
         )
-        return (step_times, "") if step_times.fits else (None, off)
 
-    def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:
-        """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""
+    def send_burst(self, streams: int, seconds: float, *, has_real_lengths: bool) -> None:
+        """Send a burst that is expected to end within `seconds`. If that is little, it has fewer
+        steps, then fewer streams, down to two."""
         while streams >= 2:
-            ladder = sorted({max(2, round(streams * part)) for part in LADDER}, reverse=True)
-            each = sum(map(self._expected, ladder))
-            prompts = self._burst_prompts(streams, seconds, real_lengths)
-            ahead = AHEAD + streams // 8 + sum(prompts) // PIECE
-            left = seconds - sum(map(self._fill, prompts)) - ahead * self._expected(streams)
-            steps = min(STEPS[1], int(left / max(each, 1e-6)))
-            if steps >= STEPS[0] or streams == 2:
-                self.ask(prompts, _ending_in_turn(ladder, max(steps, STEPS[0]), ahead))
+            stages = sorted({max(2, round(streams * part)) for part in ROW_STAGES}, reverse=True)
+            prompts = self._burst_prompts(streams, seconds, has_real_lengths)
+            lead_steps = (
+                LEAD_STEPS + streams // STREAMS_PER_STEP + sum(prompts) // PROMPT_TOKENS_PER_STEP
+            )
+            prompts_seconds = sum(map(self._prompt_seconds, prompts))
+            lead_seconds = lead_steps * self._decode_seconds(streams)
+            one_step_each_seconds = sum(map(self._decode_seconds, stages))
+            stages_seconds = seconds - prompts_seconds - lead_seconds
+            steps = min(MAX_STEPS, int(stages_seconds / max(one_step_each_seconds, 1e-6)))
+            if steps >= MIN_STEPS or streams == 2:
+                self.send(prompts, _burst_outputs(stages, max(steps, MIN_STEPS), lead_steps))
                 return
             streams = max(2, streams // 2)
 
-    def _burst_prompts(self, streams: int, seconds: float, real_lengths: bool) -> list[int]:
-        if not real_lengths:
-            return [int(min(SHORT_PROMPT, self._prompts.min()))] * streams
-        lengths = np.quantile(self._prompts, (np.arange(streams) + 0.5) / streams)
-        cost = float(sum(map(self._fill, lengths)))
-        lengths *= min(1.0, PROMPTS_SHARE * seconds / max(cost, 1e-9))
-        # The long ones are neither all first nor all last.
-        mixed = np.random.default_rng(1).permutation(np.maximum(lengths, 1).astype(int))
-        return [int(one) for one in mixed]
+    def _burst_prompts(self, streams: int, seconds: float, has_real_lengths: bool) -> list[int]:
+        """Return the tokens of each prompt of a burst: short ones, or quantiles of the workload's,
+        all shortened by one factor if their processing would take too much of `seconds`."""
+        if not has_real_lengths:
+            return [int(min(SHORT_PROMPT_TOKENS, self._workload_prompts.min()))] * streams
+        lengths = np.quantile(self._workload_prompts, (np.arange(streams) + 0.5) / streams)
+        prompts_seconds = float(sum(map(self._prompt_seconds, lengths)))
+        lengths *= min(1.0, MAX_PROMPTS_SHARE * seconds / max(prompts_seconds, 1e-9))
+        # Shuffled, so that the long ones are neither all first nor all last.
+        shuffled = np.random.default_rng(1).permutation(np.maximum(lengths, 1).astype(int))
+        return [int(length) for length in shuffled]
 
-    def _expected(self, rows: int) -> float:
-        """Seconds of a decode step."""
-        several = any(one.rows > one.steps for one in self.observations)
-        if several and len(self.observations) >= MIN_OBSERVATIONS:
-            return self.step_times().seconds(rows, 0, rows * float(np.mean(self._prompts)))
-        decodes = [o.seconds / o.steps for o in self.observations if o.rows and not o.prompt_tokens]
-        return float(np.median(decodes)) * rows**SCALING if decodes else 0.0
-
-    def _fill(self, tokens: float) -> float:
-        """Seconds of a prompt."""
-        each = [
-            o.seconds / o.prompt_tokens for o in self.observations if o.prompt_tokens and not o.rows
+    def _decode_seconds(self, rows: int) -> float:
+        """Return the expected seconds of a decode step with so many rows."""
+        has_several_rows = any(one.rows > one.steps for one in self.observations)
+        if has_several_rows and len(self.observations) >= MIN_OBSERVATIONS:
+            context_tokens = rows * float(np.mean(self._workload_prompts))
+            return self.fit().seconds(rows, 0, context_tokens)
+        step_seconds = [
+            one.seconds / one.steps
+            for one in self.observations
+            if one.rows and not one.prompt_tokens
         ]
-        return min(each) * tokens if each else 0.0  # of the longest prompt: least of it is base
+        return float(np.median(step_seconds)) * rows**ROW_EXPONENT if step_seconds else 0.0
 
-    def step_times(self) -> StepTimeModel:
-        """Of all that was seen. Raises WorkloadError."""
-        longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
-        knows_context = longest >= MIN_CONTEXT * float(np.mean(self._prompts))
+    def _prompt_seconds(self, tokens: float) -> float:
+        """Return the expected seconds of processing a prompt, if nothing else runs."""
+        token_seconds = [
+            one.seconds / one.prompt_tokens
+            for one in self.observations
+            if one.prompt_tokens and not one.rows
+        ]
+        # The minimum is that of the longest prompt, in which the fixed cost of a step weighs least.
+        return min(token_seconds) * tokens if token_seconds else 0.0
+
+    def fit(self) -> StepTimeModel:
+        """Return the step-time model of all observations. Raises WorkloadError."""
+        longest = max(
+            (one.context_tokens / one.rows for one in self.observations if one.rows), default=0
+        )
+        knows_context = longest >= MIN_CONTEXT_SHARE * float(np.mean(self._workload_prompts))
         return fit_step_times(self.observations, knows_context=knows_context, experts=self._experts)
 
 
-def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:
-    """Output tokens of the streams of a burst whose decode rows go down the ladder.
+def _burst_outputs(stages: Sequence[int], steps: int, lead_steps: int) -> list[int]:
+    """Return the output tokens of each stream of a burst in which the number of decode rows goes
+    through `stages`, a descending list, and stays at each of them for so many `steps`.
 
-    The first stream, which starts first, ends last.
+    The first stream, which starts first, ends last. `lead_steps`: additional tokens of each stream,
+    while the prompts are processed.
     """
-    tokens: list[int] = []
-    for stage, rows in enumerate(ladder, 1):
-        fewer = ladder[stage] if stage < len(ladder) else 0
-        tokens += [1 + ahead + steps * stage] * (rows - fewer)
-    return tokens[::-1]
+    output_tokens: list[int] = []
+    for number, rows in enumerate(stages, 1):
+        next_rows = stages[number] if number < len(stages) else 0
+        output_tokens += [1 + lead_steps + steps * number] * (rows - next_rows)
+    return output_tokens[::-1]
 
 
 def seconds_outside_engine(single_streams: Sequence[Level]) -> float | None:
-    """Return the mean E2E of a single-stream request less the engine's busy time; None where the
-    engine has no clock of its own, or a request failed."""
+    """Return the mean E2E of a single-stream request less the engine's busy time.
+
+    None: the server does not report the engine's time, or a request failed.
+    """
     seconds, requests = 0.0, 0
     for level in single_streams:
         engine_time = level.finished.engine_time if level.finished else None
@@ -249,11 +285,12 @@ def seconds_outside_engine(single_streams: Sequence[Level]) -> float | None:
 def request_seconds(
     step_times: StepTimeModel, settings: SchedulerSettings, single_streams: Sequence[Level]
 ) -> float | None:
-    """Return the mean seconds by which the TTFT of single-stream requests is above what the model
-    says of their steps, at most what they spent outside the engine by its own clock. None where the
-    engine has no such clock.
+    """Return the seconds of a request that no step accounts for, such as HTTP and tokenizing.
 
-    The model is fitted to TTFT too, so it has a part of that time already, on a CPU all of it.
+    That is the mean difference of the TTFT of single-stream requests and the model's TTFT, at most
+    the time that they spent outside the engine by the engine's own clock. Some of that time is in
+    the model already, since it is fitted to TTFT too; on a CPU all of it. None: the server does not
+    report the engine's time.
     """
     outside_seconds = seconds_outside_engine(single_streams)
     if outside_seconds is None:
@@ -275,8 +312,9 @@ def request_seconds(
     return min(max(float(np.mean(excess_seconds)), 0.0), max(outside_seconds, 0.0))
 
 
-def most_at_once(level: Level) -> int:
-    """How many streams that were sent at one moment were served together."""
+def max_concurrent_streams(level: Level) -> int:
+    """Return the maximum number of requests that decoded at the same time."""
     answered = level.chunk_counts > 0
     first, last = level.first[answered], level.last[answered]
-    return max((int(((first <= at) & (at <= last)).sum()) for at in first), default=0)
+    # The number rises only when a stream begins to decode.
+    return max((int(((first <= begin) & (begin <= last)).sum()) for begin in first), default=0)

@@ -1,15 +1,22 @@
-"""What is known of a cell's capacity: the highest rate that meets the SLO. The one place. Pure.
+"""Estimates a cell's capacity: the highest rate that meets the SLO. Pure.
 
-    found = estimate(levels, slo, step_times=step_times, policy=policy, workload=workload)
-    found.state, found.confirmed_rate, found.estimated_rate, found.low, found.high
+    capacity = estimate(levels, slo, step_times=step_times, policy=policy, workload=workload)
+    capacity.state, capacity.confirmed_rate, capacity.estimated_rate, capacity.low, capacity.high
 
-The step-time model measures, a level confirms. The limit is simulated from step times
-(*estimated*), with one factor from the levels near it, how much longer their steps took than the
-step-time model says, in which the calibration counts as up to half a level: their errors are
-independent. Its interval is limit x exp(+-1.645 sd), sd = what was measured with so many levels x
-the steepness d ln limit / d ln step time, cut by what levels exclude. Without a step-time model the
-limit lies between the highest rate that held and the lowest that failed. Only what ran,
-undisturbed, steady and long enough, is held (*confirmed*).
+With a step-time model, the capacity is simulated (*estimated*). All step times are multiplied by
+one factor: how much longer the steps of the levels near the capacity took than the model says. The
+calibration counts as up to half a level in it, since its errors are independent of theirs. The 90 %
+interval is
+
+    capacity x exp(+-1.645 x sd x steepness)
+
+where `sd` is the standard deviation of the logarithm of the factor, measured for so many levels
+(crossover.serving.capacity.simulated_capacity.sd_of), and `steepness` is d ln capacity / d ln step
+time. Rates that levels exclude are cut off the interval.
+
+Without a step-time model, the capacity lies between the highest rate that met the SLO and the
+lowest that missed it. In both cases a rate is *confirmed* only if levels at that rate ran
+undisturbed, steadily and long enough, and met the SLO.
 """
 
 from __future__ import annotations
@@ -45,23 +52,34 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
 
-CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
-MAX_TELLING = 1.4  # times the limit: above, queues say little of steps
+# The rate of a confirming level, as a share of the estimated capacity. It is also near enough to
+# the capacity to measure the factor of the step times.
+CONFIRMING_SHARE = 0.8
+# Levels above this many times the capacity do not count for the factor: they measure queues.
+MAX_NEAR_SHARE = 1.4
 
-MIN_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
+# A level that confirms a rate lasts at least MIN_SECONDS, or twice as long below SLOW_RATE, where
+# it takes that to measure the factor to 6 %. It also lasts so many TTFT limits that an overload of
+# 1/30 exceeds the limit within it, and so many single-stream answers.
+MIN_SECONDS = 60.0
 SLOW_RATE = 3.0  # requests/s
-TTFT_LIMITS = 30.0  # of which such a level is long: an overload of 1/30 shows within it
-ANSWERS = 20.0  # E2E times of a single-stream request that it is long, too
-ROUNDING = 0.98  # of the time asked: a window ends with a request
+CONFIRMING_TTFT_LIMITS = 30.0
+CONFIRMING_ANSWERS = 20.0
+# A measured window ends with its last request, so it may be this much shorter than it was to be.
+WINDOW_TOLERANCE = 0.98
 # A level that is too short to confirm a rate bounds the capacity from below if an overload of a
 # tenth shows within it: of simulated levels at 1.1 x the capacity, 12 % met the SLO if they were
 # ten times as long as the TTFT limit, and 85 % if they were 1.5 times as long.
-MIN_BOUNDING_SECONDS, BOUNDING_LIMITS = 15.0, 10.0
-# Requests that count as one where no step-time model says that the limit is higher. A level of four
-# minutes at the limit, or two at 1.1 x the limit, has only good requests in 25 to 30 % of cases by
-# the luck of its arrivals; with this floor 2 to 7 % of levels at 1.1 x the limit hold (1.3: 3 to 23
-# %).
-AS_ONE_BY_LEVELS = 4.0
+MIN_BOUNDING_SECONDS = 15.0
+BOUNDING_LIMITS = 10.0
+# Minimum design effect where no step-time model says that the capacity is higher. All requests of a
+# level of four minutes at the capacity, or of two minutes at 1.1 x the capacity, meet the SLO in 25
+# to 30 % of cases by the luck of its arrivals. With this value, 2 to 7 % of the levels at 1.1 x the
+# capacity confirm their rate; with MIN_DESIGN_EFFECT it would be 3 to 23 %.
+LEVELS_DESIGN_EFFECT = 4.0
+# A confirming level has enough requests to prove its rate even if its SLO attainment is only this
+# part of the way from the target to 1.
+EXPECTED_ATTAINMENT_MARGIN = 0.75
 SAME_RATE = 1.1  # two rates whose ratio is at most this count as tries of the same rate
 # A server start counts as missing the SLO unloaded only after so many single-stream requests, or
 # after so many that missed it: with a target of 99 %, one slow request of five proves nothing.
@@ -69,12 +87,12 @@ MIN_UNLOADED_REQUESTS = 20
 MIN_UNLOADED_MISSES = 5
 
 
-class Counted(NamedTuple):
-    """A level that counts for an SLO. `rate` is 0.0 where it was not at a rate."""
+class JudgedLevel(NamedTuple):
+    """A level that counts, judged by an SLO."""
 
     level: Level
     judged: Judged
-    rate: float
+    rate: float  # requests/s; 0.0: it was not at a rate
 
 
 def estimate(
@@ -88,34 +106,28 @@ def estimate(
     reasoning_share: float = 0.0,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
-    least_seconds: float = MIN_SECONDS,
+    min_level_seconds: float = MIN_SECONDS,
 ) -> Capacity:
-    """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
-    step-time model that fits is given.
+    """Return the capacity by all finished levels of a cell, in any order.
 
-    `least_seconds`: of the shortest level that confirms.
+    Without a step-time model, or with one that does not fit, it follows from the levels alone.
+    `min_level_seconds`: duration of the shortest level that can confirm a rate.
     """
-    seen = _counted(levels, slo)
-    if (unloaded := _misses_unloaded(seen, slo)) is not None:
+    judged_levels = _judged_levels(levels, slo)
+    if (unloaded := _misses_unloaded(judged_levels, slo)) is not None:
         return unloaded
-    loaded, failed = _loaded(seen)
+    loaded = _loaded(judged_levels)
     found = Capacity(state="not_confirmed")
     if step_times is not None and policy is not None and workload is not None and step_times.fits:
-        level_factors = [
-            (counted.rate, factor)
-            for counted in loaded
-            if (factor := _factor(step_times, counted.level, policy))
-        ]
-        speed_factors = [
-            factor for counted in loaded for factor in _speeds(step_times, counted.level, policy)
-        ]
-        # Whatever the step-time model says, the limit is not far above a rate that missed the
-        # target.
-        missed_rates = [
-            counted.rate
-            for counted in loaded
-            if counted.judged.good < slo.target * counted.judged.due
-        ]
+        level_factors: list[tuple[float, float]] = []
+        speed_factors: list[float] = []
+        for one in loaded:
+            if factor := _factor(step_times, one.level, policy):
+                level_factors.append((one.rate, factor))
+            speed_factors += _speeds(step_times, one.level, policy)
+        # Whatever the step-time model says, the capacity is not far above a rate whose SLO
+        # attainment is below the target.
+        missed_rates = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(
@@ -132,92 +144,111 @@ def estimate(
         found = _by_step_times(
             simulate, level_factors, speed_factors, min(missed_rates, default=math.inf)
         )
-    found = _confirmed(_below(found, failed), seen, slo, least_seconds)
-    return _with_lower_bound(found, loaded, ROUNDING * shortest_bounding_level(slo))
+    found = _bounded_above(found, _lowest_missed(loaded))
+    found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
+    min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
+    return _with_lower_bound(found, loaded, min_bounding_seconds)
 
 
 def confirmed_rate(
-    levels: Sequence[Level], slo: Slo, limit: float, least_seconds: float = MIN_SECONDS
+    levels: Sequence[Level],
+    slo: Slo,
+    estimated_rate: float,
+    min_level_seconds: float = MIN_SECONDS,
 ) -> float | None:
-    """The rate that is confirmed where the simulated limit is this; None: none is."""
-    found = Capacity(state="not_confirmed", estimated_rate=limit)
-    return _confirmed(found, _counted(levels, slo), slo, least_seconds).confirmed_rate
+    """Return the rate that the levels confirm if this is the estimated capacity; None: none."""
+    found = Capacity(state="not_confirmed", estimated_rate=estimated_rate)
+    judged_levels = _judged_levels(levels, slo)
+    return _with_confirmed_rate(found, judged_levels, slo, min_level_seconds).confirmed_rate
 
 
-# A cell is asked for again after each level, and once more by a report.
+# The same levels are estimated again after each new level, and once more by a report.
 _factor = functools.lru_cache(maxsize=64)(level_factor)
 _speeds = functools.lru_cache(maxsize=64)(two_speeds)
 _simulated = functools.lru_cache(maxsize=64)(capacity)
 
 
-def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
-    """The levels that count, judged."""
-    return [Counted(one, one.judge(slo), one.rate or 0.0) for one in levels if one.counts]
+def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:
+    """Return the levels that count."""
+    return [
+        JudgedLevel(level, level.judge(slo), level.rate or 0.0) for level in levels if level.counts
+    ]
 
 
-def _loaded(seen: Sequence[Counted]) -> tuple[list[Counted], float]:
-    """The levels at a rate, and the lowest rate that clearly failed; inf: none did."""
-    loaded = [one for one in seen if one.rate and one.judged.due]
-    failed = [one.rate for one in loaded if one.judged.verdict == "misses"]
-    return loaded, min(failed, default=math.inf)
+def _loaded(judged_levels: Sequence[JudgedLevel]) -> list[JudgedLevel]:
+    """Return the levels at a rate."""
+    return [one for one in judged_levels if one.rate and one.judged.due]
+
+
+def _lowest_missed(loaded: Sequence[JudgedLevel]) -> float:
+    """Return the lowest rate with the verdict that it misses the SLO; inf: none."""
+    missed = [one.rate for one in loaded if one.judged.verdict == "misses"]
+    return min(missed, default=math.inf)
 
 
 def confirming_seconds(
     slo: Slo,
     rate: float,
-    alone_seconds: float | None = None,
+    answer_seconds: float | None = None,
     *,
     by_levels: bool = False,
-    least_seconds: float = MIN_SECONDS,
+    min_level_seconds: float = MIN_SECONDS,
 ) -> float:
-    """The window with which a level at `rate` proves that it holds, and tells the factor.
+    """Return the seconds of a window that is expected to confirm `rate`, and to measure the factor
+    of the step times.
 
-    `alone_seconds`: E2E of a request alone. `by_levels`: without a step-time model. As many
-    requests are expected to be good as lie three quarters of the way from the target to all.
+    `answer_seconds`: mean E2E of a single-stream request; None: not measured. `by_levels`: there is
+    no step-time model. `min_level_seconds`: the minimum, whatever SLO and rate are.
     """
     # Wilson's lower bound of a share s reaches the target p at z^2 p (1 - p) / (s - p)^2 requests.
-    needed = requests_to_hold(slo) / 0.75**2
+    # requests_to_hold has that number for s = 1.
+    requests = requests_to_hold(slo) / EXPECTED_ATTAINMENT_MARGIN**2
+    design_effect = LEVELS_DESIGN_EFFECT if by_levels else MIN_DESIGN_EFFECT
     return max(
-        least_seconds * (2 if rate < SLOW_RATE else 1),
-        shortest_level(slo, alone_seconds, least_seconds),
-        (AS_ONE_BY_LEVELS if by_levels else MIN_DESIGN_EFFECT) * needed / rate,
+        min_level_seconds * (2 if rate < SLOW_RATE else 1),
+        shortest_level(slo, answer_seconds, min_level_seconds),
+        design_effect * requests / rate,
     )
 
 
-def shortest_level(slo: Slo, alone_seconds: float | None, least_seconds: float) -> float:
+def shortest_level(slo: Slo, answer_seconds: float | None, min_level_seconds: float) -> float:
     """Return the seconds of the shortest window that can confirm a rate.
 
-    `alone_seconds`: mean E2E of a single-stream request; None: not measured. `least_seconds`: the
-    minimum, whatever the SLO is.
+    `answer_seconds`: mean E2E of a single-stream request; None: not measured. `min_level_seconds`:
+    the minimum, whatever the SLO is.
     """
-    ttft_seconds = slo.ttft_seconds or 0.0
-    return max(least_seconds, TTFT_LIMITS * ttft_seconds, ANSWERS * (alone_seconds or 0.0))
+    return max(
+        min_level_seconds,
+        CONFIRMING_TTFT_LIMITS * (slo.ttft_seconds or 0.0),
+        CONFIRMING_ANSWERS * (answer_seconds or 0.0),
+    )
 
 
 def shortest_bounding_level(slo: Slo) -> float:
     """Return the seconds of the shortest window that can bound the capacity from below."""
-    limits = (slo.ttft_seconds, slo.ttfa_seconds, slo.e2e_seconds)  # a queue may be so long
+    limits = (slo.ttft_seconds, slo.ttfa_seconds, slo.e2e_seconds)  # those that a queue exceeds
     shortest_limit = min((limit for limit in limits if limit is not None), default=0.0)
     return max(MIN_BOUNDING_SECONDS, BOUNDING_LIMITS * shortest_limit)
 
 
-def _misses_unloaded(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
+def _misses_unloaded(judged_levels: Sequence[JudgedLevel], slo: Slo) -> Capacity | None:
     """Return a capacity of 0.0 if single-stream requests miss the SLO on every start of the server.
 
     None: on some start they meet it or are too few to tell, none was sent, or a level under load
     meets the SLO.
     """
-    # An endpoint that is not ours is never restarted: the key of all its levels is None.
+    # The number of the server's start -> its single-stream levels. The number is None for an
+    # endpoint, which the campaign does not start.
     by_start: dict[int | None, list[Judged]] = {}
-    for counted in seen:
-        if counted.level.is_single_stream:
-            by_start.setdefault(counted.level.started.start, []).append(counted.judged)
-    is_met_under_load = any(one.rate and one.judged.verdict == "meets" for one in seen)
+    for one in judged_levels:
+        if one.level.is_single_stream:
+            by_start.setdefault(one.level.started.start, []).append(one.judged)
+    is_met_under_load = any(one.rate and one.judged.verdict == "meets" for one in judged_levels)
     if not by_start or is_met_under_load:
         return None
     if not all(_is_missed(levels, slo) for levels in by_start.values()):
         return None
-    # An endpoint cannot be started again, so there each of its levels counts instead.
+    # Each level of an endpoint counts as a start, since the endpoint cannot be started again.
     starts = len(by_start.keys() - {None}) + len(by_start.get(None, ()))
     return Capacity(
         state="misses_slo_unloaded",
@@ -235,12 +266,12 @@ def _is_missed(levels: Sequence[Judged], slo: Slo) -> bool:
     good = sum(judged.good for judged in levels)
     due = sum(judged.due for judged in levels)
     missed = due - good
-    is_enough = (
-        due >= MIN_UNLOADED_REQUESTS
-        or missed >= MIN_UNLOADED_MISSES
-        or (good == 0 and due >= 2)  # all of them
-    )
-    return is_enough and wilson(good, due, slo.confidence)[1] < slo.target
+    are_enough = due >= MIN_UNLOADED_REQUESTS or missed >= MIN_UNLOADED_MISSES
+    all_missed = good == 0 and due >= 2
+    if not are_enough and not all_missed:
+        return False
+    _, upper_bound = wilson(good, due, slo.confidence)
+    return upper_bound < slo.target
 
 
 def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: int) -> str:
@@ -269,126 +300,162 @@ def _by_step_times(
     factor = LOADED
     levels_worth = 0.0  # the number of levels that `factor` is worth
     near_factors: list[float] = []
-    lowest_limit = lowest_missed_rate
-    found = simulate(factor)
+    lowest_capacity = lowest_missed_rate
+    simulated = simulate(factor)
     for _ in range(3):  # another factor moves the capacity, and so the levels that are near it
-        lowest_limit = min(lowest_limit, found.rate)
-        lowest, highest = MIN_TELLING * lowest_limit, MAX_TELLING * found.rate
+        lowest_capacity = min(lowest_capacity, simulated.rate)
+        lowest, highest = MIN_TELLING * lowest_capacity, MAX_NEAR_SHARE * simulated.rate
         now_near = [measured for rate, measured in level_factors if lowest <= rate <= highest]
         if not now_near or now_near == near_factors:
             break
         near_factors = now_near
         factor, levels_worth = common_factor(near_factors)
-        found = simulate(factor)
-    if found.rate <= 0:
+        simulated = simulate(factor)
+    if simulated.rate <= 0:
         return Capacity(
             state="not_confirmed",
             method="step_times",
             reason=f"by the step-time model, SLO attainment unloaded is only "
-            f"{share(found.alone_share, 2)}",
+            f"{share(simulated.alone_share, 2)}",
         )
-    reach = math.exp(Z_90 * sd_of(levels_worth) * found.steepness)
     # If the machine's speed changed, the interval covers both speeds: the capacity changes by the
     # ratio of the step times to the power of the steepness.
     factors = [factor, *near_factors, *speed_factors]
     if levels_worth == len(near_factors):  # the calibration was at another speed
         factors.append(LOADED)
-    moved = max(factors) / min(factors) - 1
-    if moved <= MOVED:
+    speed_change = max(factors) / min(factors) - 1
+    if speed_change <= MOVED:
         factors = [factor]
+    steepness = simulated.steepness
+    half_width = math.exp(Z_90 * sd_of(levels_worth) * steepness)  # as a factor
     return Capacity(
         state="not_confirmed",
-        estimated_rate=found.rate,
-        low=found.rate * (factor / max(factors)) ** found.steepness / reach,
-        high=found.rate * (factor / min(factors)) ** found.steepness * reach,
+        estimated_rate=simulated.rate,
+        low=simulated.rate * (factor / max(factors)) ** steepness / half_width,
+        high=simulated.rate * (factor / min(factors)) ** steepness * half_width,
         method="step_times",
-        steepness=found.steepness,
+        steepness=steepness,
         factor=factor if near_factors else None,
-        users=found.users,
-        speed_moved=moved if moved > MOVED else None,
+        users=simulated.users,
+        speed_moved=speed_change if speed_change > MOVED else None,
     )
 
 
-def _below(found: Capacity, failed: float) -> Capacity:
-    """A rate that clearly failed bounds the limit from above; inf: none did."""
-    if failed == math.inf or (found.high is not None and found.high <= failed):
+def _bounded_above(found: Capacity, missed_rate: float) -> Capacity:
+    """Return the capacity with an upper end of at most `missed_rate`, which missed the SLO; inf:
+    none did."""
+    if missed_rate == math.inf or (found.high is not None and found.high <= missed_rate):
         return found
-    low, limit = found.low, found.estimated_rate
-    if limit is not None and low is not None:
-        # Where the step-time model says more than what failed, it is wrong by what is left of its
-        # interval.
-        low, limit = min(low, failed * low / limit), min(limit, failed)
-    return msgspec.structs.replace(found, low=low, estimated_rate=limit, high=failed)
+    low, rate = found.low, found.estimated_rate
+    if low is not None and rate is not None:
+        # If the estimate is above the rate that missed, the lower end is moved down with it, so
+        # that it keeps its relative distance.
+        low = min(low, missed_rate * low / rate)
+        rate = min(rate, missed_rate)
+    return msgspec.structs.replace(found, low=low, estimated_rate=rate, high=missed_rate)
 
 
-def _confirmed(
-    found: Capacity, seen: Sequence[Counted], slo: Slo, least_seconds: float
+def _with_confirmed_rate(
+    found: Capacity, judged_levels: Sequence[JudgedLevel], slo: Slo, min_level_seconds: float
 ) -> Capacity:
-    """With the highest rate that is confirmed, not above what all levels together say."""
-    loaded, failed = _loaded(seen)
-    e2e = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
-    known = [seconds for seconds in e2e if seconds is not None]
-    alone = sum(known) / len(known) if known else None
-    least = ROUNDING * shortest_level(slo, alone, least_seconds)
-    is_by_step_times = found.estimated_rate is not None  # else the levels alone say
-    fit = [one for one in loaded if one.judged.steady and one.level.window_seconds >= least]
-    for rate in sorted({one.rate for one in fit if one.rate < failed}, reverse=True):
-        own = [one for one in fit if one.rate == rate]
-        if rate <= (found.estimated_rate or math.inf) and _is_proven(
-            own, loaded, slo, is_by_step_times
-        ):
-            seconds = sum(one.level.window_seconds for one in own)
-            due = sum(one.judged.due for one in own)
-            held = min(rate, due / seconds)
-            middle = None if found.high is None else math.sqrt(held * found.high)
-            return msgspec.structs.replace(
-                found,
-                state="confirmed",
-                confirmed_rate=held,
-                confirmed_seconds=seconds,
-                confirmed_requests=due,
-                confirmed_attainment=sum(one.judged.good for one in own) / due,
-                starts=len({one.level.started.start for one in own}),
-                estimated_rate=found.estimated_rate if is_by_step_times else middle,
-                method="step_times" if is_by_step_times else "levels",
-                low=max(found.low or 0.0, held),
-                reason="" if found.high else "no measured rate missed the SLO",
-            )
-    needed, rate = None, CONFIRMING_SHARE * (found.estimated_rate or 0.0)
-    if found.method == "levels" and alone:
-        rate = 1 / alone
-    if rate:  # 0.0: nothing to confirm by the step-time model
-        needed = confirming_seconds(
-            slo, rate, alone, by_levels=not is_by_step_times, least_seconds=least_seconds
+    """Return the capacity with the highest rate that levels confirm. If there is none, return it
+    with the reason and the seconds of a level that would confirm one.
+
+    A confirmed rate is below the lowest rate that missed the SLO, and not above the estimate.
+    """
+    loaded = _loaded(judged_levels)
+    answer_seconds = _single_stream_answer_seconds(judged_levels)
+    min_seconds = WINDOW_TOLERANCE * shortest_level(slo, answer_seconds, min_level_seconds)
+    has_estimate = found.estimated_rate is not None  # from step times
+    max_rate = found.estimated_rate or math.inf
+    lowest_missed = _lowest_missed(loaded)
+    long_enough = [
+        one for one in loaded if one.judged.steady and one.level.window_seconds >= min_seconds
+    ]
+    rates = {one.rate for one in long_enough if one.rate < lowest_missed and one.rate <= max_rate}
+    for rate in sorted(rates, reverse=True):
+        at_rate = [one for one in long_enough if one.rate == rate]
+        if _is_proven(at_rate, loaded, slo, has_estimate):
+            return _confirmed_by(found, at_rate, has_estimate)
+    # Of an estimate of 0.0 nothing can be confirmed.
+    next_rate = CONFIRMING_SHARE * (found.estimated_rate or 0.0)
+    if found.method == "levels" and answer_seconds:
+        next_rate = 1 / answer_seconds
+    confirm_seconds = None
+    if next_rate:
+        confirm_seconds = confirming_seconds(
+            slo,
+            next_rate,
+            answer_seconds,
+            by_levels=not has_estimate,
+            min_level_seconds=min_level_seconds,
         )
-    why = "no valid level of open-loop load was measured"
+    why_not = "no valid level of open-loop load was measured"
     if loaded:
-        why = "no level was long and steady enough, with enough SLO attainment, to confirm a rate"
+        why_not = (
+            "no level was long and steady enough, with enough SLO attainment, to confirm a rate"
+        )
     return msgspec.structs.replace(
         found,
-        starts=len({one.level.started.start for one in seen}),
-        confirm_seconds=needed,
-        reason=found.reason or why,
+        starts=len({one.level.started.start for one in judged_levels}),
+        confirm_seconds=confirm_seconds,
+        reason=found.reason or why_not,
+    )
+
+
+def _single_stream_answer_seconds(judged_levels: Sequence[JudgedLevel]) -> float | None:
+    """Return the mean E2E of a single-stream request; None: none was answered."""
+    single_streams = [one.level for one in judged_levels if one.level.is_single_stream]
+    means = [level.mean(level.e2e) for level in single_streams]
+    known = [seconds for seconds in means if seconds is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _confirmed_by(found: Capacity, at_rate: Sequence[JudgedLevel], has_estimate: bool) -> Capacity:
+    """Return the capacity with the rate of these levels, which are at one rate, confirmed."""
+    seconds = sum(one.level.window_seconds for one in at_rate)
+    due = sum(one.judged.due for one in at_rate)
+    confirmed = min(at_rate[0].rate, due / seconds)  # fewer requests may have been due than offered
+    estimated_rate = found.estimated_rate
+    if not has_estimate and found.high is not None:
+        estimated_rate = math.sqrt(confirmed * found.high)
+    return msgspec.structs.replace(
+        found,
+        state="confirmed",
+        confirmed_rate=confirmed,
+        confirmed_seconds=seconds,
+        confirmed_requests=due,
+        confirmed_attainment=sum(one.judged.good for one in at_rate) / due,
+        starts=len({one.level.started.start for one in at_rate}),
+        estimated_rate=estimated_rate,
+        method="step_times" if has_estimate else "levels",
+        low=max(found.low or 0.0, confirmed),
+        reason="" if found.high else "no measured rate missed the SLO",
     )
 
 
 def _with_lower_bound(
-    found: Capacity, loaded: Sequence[Counted], shortest_seconds: float
+    found: Capacity, loaded: Sequence[JudgedLevel], min_seconds: float
 ) -> Capacity:
-    """With the highest rate of a level that met the SLO as the lower bound, where there is no
-    step-time model and the levels were too short to confirm a rate."""
+    """Return the capacity with the highest rate that met the SLO as its lower end, if there is no
+    step-time model and no level was long enough to confirm a rate.
+
+    `min_seconds`: duration of the shortest level that bounds the capacity.
+    """
     if found.is_confirmed or found.method != "levels":
         return found
-    met = [
-        min(each.rate, each.judged.due / each.level.window_seconds)
-        for each in loaded
-        if each.judged.verdict == "meets"
-        and each.rate < (found.high or math.inf)
-        and each.level.window_seconds >= shortest_seconds
+    max_rate = found.high or math.inf
+    met_rates = [
+        min(one.rate, one.judged.due / one.level.window_seconds)
+        for one in loaded
+        if one.judged.verdict == "meets"
+        and one.rate < max_rate
+        and one.level.window_seconds >= min_seconds
     ]
-    if not met:
+    if not met_rates:
         return found
-    low, unit_rate = max(met), found.high or max(met)
+    low = max(met_rates)
+    unit_rate = found.high or low
     words = f"levels met the SLO at {formatting.rate(low, rounded='down', like=unit_rate)}"
     if found.high is not None:
         words += f" and missed it at {formatting.rate(found.high, rounded='up', like=unit_rate)}"
@@ -398,26 +465,37 @@ def _with_lower_bound(
 
 
 def _is_proven(
-    own: Sequence[Counted], loaded: Sequence[Counted], slo: Slo, is_by_step_times: bool
+    at_rate: Sequence[JudgedLevel],
+    loaded: Sequence[JudgedLevel],
+    slo: Slo,
+    has_estimate: bool,
 ) -> bool:
-    """Whether the levels at a rate hold together, on effective numbers, and so do all that ran at
-    or below it.
+    """Return whether the levels at one rate together prove that it meets the SLO.
 
-    Of several levels just above the limit one holds by chance: tries near it that did not hold
-    share the confidence.
+    Wilson's lower bound of their SLO attainment, for their effective numbers of requests, must
+    reach the target, and so must the plain SLO attainment of all levels at or below the rate.
+
+    Of several levels just above the capacity, one may meet the SLO by chance. So if levels at
+    nearly the same rate did not meet it, the error probability is divided by the number of tries
+    (Bonferroni).
     """
-    rate, as_one = own[0].rate, MIN_DESIGN_EFFECT if is_by_step_times else AS_ONE_BY_LEVELS
-    tries = 1 + sum(
-        1 / SAME_RATE <= one.rate / rate <= SAME_RATE and one.judged.verdict != "meets"
+    rate = at_rate[0].rate
+    failed_tries = [
+        one
         for one in loaded
         if one.rate != rate
-    )
-    total = good = 0.0
-    for _, judged, _ in own:
-        count = min(judged.effective, judged.due / as_one)
-        total += count
-        good += count * (judged.share or 0.0)
-    below = [one.judged for one in loaded if one.rate <= rate]
-    share = sum(one.good for one in below) / sum(one.due for one in below)
-    proven = wilson(good, total, 1 - (1 - slo.confidence) / tries)[0]
-    return share >= slo.target and proven >= slo.target
+        and 1 / SAME_RATE <= one.rate / rate <= SAME_RATE
+        and one.judged.verdict != "meets"
+    ]
+    min_effect = MIN_DESIGN_EFFECT if has_estimate else LEVELS_DESIGN_EFFECT
+    effective_due = effective_good = 0.0
+    for one in at_rate:
+        effective = min(one.judged.effective, one.judged.due / min_effect)
+        effective_due += effective
+        effective_good += effective * (one.judged.share or 0.0)
+    confidence = 1 - (1 - slo.confidence) / (1 + len(failed_tries))
+    lower_bound, _ = wilson(effective_good, effective_due, confidence)
+    at_or_below = [one.judged for one in loaded if one.rate <= rate]
+    good = sum(judged.good for judged in at_or_below)
+    due = sum(judged.due for judged in at_or_below)
+    return good / due >= slo.target and lower_bound >= slo.target

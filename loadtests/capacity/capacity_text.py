@@ -1,12 +1,14 @@
-"""The words for a capacity, in the terminal, the report and the plan alike.
+"""The words for a capacity, which terminal, report and plan share.
 
     >>> from crossover.loadtests.records.journal_events import Capacity
-    >>> found = Capacity(state="confirmed", confirmed_rate=2.1, estimated_rate=2.42,
-    ...                  low=2.04, high=2.87, method="step_times")
-    >>> in_words(found)
+    >>> capacity = Capacity(state="confirmed", confirmed_rate=2.1, estimated_rate=2.42,
+    ...                     low=2.04, high=2.87, method="step_times")
+    >>> in_words(capacity)
     'confirmed 2.1/s, estimated capacity 2.4/s (2.0–2.9)'
 
-Only a rate that ran long enough and met the SLO is called confirmed (`confirmed_rate`).
+Only a rate that ran long enough and met the SLO is called confirmed (`confirmed_rate`). `unit_rate`
+is a rate whose unit is used, so that numbers beside each other have the same unit; None: each
+number has its own.
 """
 
 from __future__ import annotations
@@ -16,116 +18,115 @@ from collections.abc import Iterable
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 
-# The share of an estimate that may be confirmed later; the unit is chosen to suit that rate, too.
+# The part of an estimate that a campaign may confirm later. A unit is chosen to suit that rate too.
 CONFIRMABLE_SHARE = 0.7
+PER_SECOND_FROM = 0.9995  # requests/s: the lowest rate that is shown as 1.00/s
+PER_MINUTE_RATE = 0.5  # a rate that formatting shows per minute
 
 
-def common_rate(found: Iterable[Capacity | None]) -> float | None:
-    """Return the rate whose unit (`like`) all of these are shown in, so that they can be compared:
-    per second if none is below 1/s, else per minute, or per hour if none reaches ten a minute."""
-    both = [
-        (
-            capacity.confirmed_rate or CONFIRMABLE_SHARE * (capacity.estimated_rate or 0.0),
-            capacity.estimated_rate,
-        )
-        for capacity in found
-        if capacity
-    ]
-    known = [rate for rates in both for rate in rates if rate]
-    if not known or min(known) >= 0.9995:
-        return max(known, default=None)
-    return min(max(known), 0.5)
+def common_rate(capacities: Iterable[Capacity | None]) -> float | None:
+    """Return the rate whose unit suits all of these capacities (`unit_rate`), so that they can be
+    compared: per second if none is below 1/s, otherwise per minute, or per hour if none reaches ten
+    a minute. None: no rate is known."""
+    rates: list[float] = []
+    for capacity in filter(None, capacities):
+        estimated = capacity.estimated_rate or 0.0
+        rates += [capacity.confirmed_rate or CONFIRMABLE_SHARE * estimated, estimated]
+    rates = [rate for rate in rates if rate]
+    if not rates or min(rates) >= PER_SECOND_FROM:
+        return max(rates, default=None)
+    return min(max(rates), PER_MINUTE_RATE)
 
 
-def in_words(found: Capacity | None, like: float | None = None) -> str:
-    """Return the confirmed rate and the estimated capacity in one unit; None: not measured."""
-    if found is None or found.state == "misses_slo_unloaded":
-        return state_words(found)
-    like = like or common_rate([found])
-    kind = "estimated capacity" if found.method == "step_times" else "capacity"
-    return f"{state_words(found, like)}, {kind} {limit(found, like)}"
+def in_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
+    """Return the confirmed rate and the estimated capacity, in one unit. None: not measured."""
+    if capacity is None or capacity.state == "misses_slo_unloaded":
+        return state_words(capacity)
+    unit_rate = unit_rate or common_rate([capacity])
+    kind = "estimated capacity" if capacity.method == "step_times" else "capacity"
+    return f"{state_words(capacity, unit_rate)}, {kind} {limit(capacity, unit_rate)}"
 
 
-def state_words(found: Capacity | None, like: float | None = None) -> str:
+def state_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
     """Return `confirmed 2.1/s`, `no rate confirmed` or `misses the SLO unloaded`."""
-    if found is None:
+    if capacity is None:
         return formatting.NOT_MEASURED
-    if found.state == "confirmed":
-        return f"confirmed {formatting.rate(found.confirmed_rate, rounded='down', like=like)}"
-    if found.state == "misses_slo_unloaded":
-        return "misses the SLO unloaded" + (" (on one start)" if found.starts < 2 else "")
+    if capacity.state == "confirmed":
+        rate = formatting.rate(capacity.confirmed_rate, rounded="down", like=unit_rate)
+        return f"confirmed {rate}"
+    if capacity.state == "misses_slo_unloaded":
+        return "misses the SLO unloaded" + (" (on one start)" if capacity.starts < 2 else "")
     return "no rate confirmed"
 
 
-def limit(found: Capacity | None, like: float | None = None) -> str:
-    """Return the capacity with its 90 % interval: `2.4/s (2.0–2.9)`; from load levels alone
-    `2.0–2.9/s`; `none` if single requests miss the SLO by the step-time model; `not known`; `–` if
-    the SLO is missed unloaded."""
-    if found is None or found.state == "misses_slo_unloaded":
+def limit(capacity: Capacity | None, unit_rate: float | None = None) -> str:
+    """Return the estimated capacity with its 90 % interval: `2.4/s (2.0–2.9)`.
+
+    From load levels alone it is `2.0–2.9/s`, or `not known`. It is `none` if single requests miss
+    the SLO by the step-time model, and `–` if the SLO is missed unloaded.
+    """
+    if capacity is None or capacity.state == "misses_slo_unloaded":
         return "–"
-    low, high, like = found.low, found.high, like or found.confirmed_rate
-    if found.method == "step_times":
-        known = found.estimated_rate is not None
-        return (
-            formatting.rate_with_interval(found.estimated_rate, low, high, like)
-            if known
-            else "none"
-        )
-    return (
-        "not known" if low is None and high is None else formatting.rate_interval(low, high, like)
-    )
+    low, high = capacity.low, capacity.high
+    unit_rate = unit_rate or capacity.confirmed_rate
+    if capacity.method == "step_times":
+        if capacity.estimated_rate is None:
+            return "none"
+        return formatting.rate_with_interval(capacity.estimated_rate, low, high, unit_rate)
+    if low is None and high is None:
+        return "not known"
+    return formatting.rate_interval(low, high, unit_rate)
 
 
-def held_words(found: Capacity) -> str:
+def evidence_words(capacity: Capacity) -> str:
     """Return the evidence for the confirmed rate: `90 s, 214 requests, 98 % attainment, 2 starts`,
-    or why there is none."""
-    if not found.is_confirmed:
-        return found.reason
-    seconds = formatting.seconds(found.confirmed_seconds)
-    requests = formatting.count(found.confirmed_requests)
-    attainment = formatting.share(found.confirmed_attainment)
-    starts = f", {found.starts} starts" if found.starts > 1 else ""
+    or why no rate is confirmed."""
+    if not capacity.is_confirmed:
+        return capacity.reason
+    seconds = formatting.seconds(capacity.confirmed_seconds)
+    requests = formatting.count(capacity.confirmed_requests)
+    attainment = formatting.share(capacity.confirmed_attainment)
+    starts = f", {capacity.starts} starts" if capacity.starts > 1 else ""
     return f"{seconds}, {requests} requests, {attainment} attainment{starts}"
 
 
-def speed_words(found: Capacity) -> str:
+def speed_words(capacity: Capacity) -> str:
     """Return how much the machine's speed changed during the run; "": no change was seen."""
-    moved = found.speed_moved
-    return f"this machine's speed changed by {moved:.0%} during the measurement" if moved else ""
-
-
-def reuse_words(found: Capacity, like: float | None = None, name: str = "") -> str:
-    """Return what reused prefixes are worth: "Prefix caching raises the capacity from 21 a minute
-    to 38 a minute."; "" where it is not known. `name`: of the configuration, for the sentence."""
-    if found.estimated_rate_without_reuse is None or not found.estimated_rate:
+    if not capacity.speed_moved:
         return ""
-    like = like or common_rate([found])
-    if not found.estimated_rate_without_reuse:
+    return f"this machine's speed changed by {capacity.speed_moved:.0%} during the measurement"
+
+
+def reuse_words(capacity: Capacity, unit_rate: float | None = None, name: str = "") -> str:
+    """Return what prefix reuse is worth, as a sentence: "Prefix caching raises the capacity from 21
+    a minute to 38 a minute."; "": not known. `name`: the configuration's, to be mentioned."""
+    if capacity.estimated_rate_without_reuse is None or not capacity.estimated_rate:
+        return ""
+    unit_rate = unit_rate or common_rate([capacity])
+    with_reuse = formatting.rate(capacity.estimated_rate, like=unit_rate)
+    if not capacity.estimated_rate_without_reuse:
         if not name:
             return "Without prefix caching even one conversation at a time misses the SLO."
-        after = formatting.of_requests(formatting.rate(found.estimated_rate, like=like))
         return (
             f"Without prefix caching {name} misses the SLO even with one conversation at a time; "
-            f"with it the capacity is {after}."
+            f"with it the capacity is {formatting.of_requests(with_reuse)}."
         )
-    before, after = (
-        formatting.rate(rate, like=like)
-        for rate in (found.estimated_rate_without_reuse, found.estimated_rate)
-    )
-    capacity = f"capacity of {name}" if name else "capacity"
-    if before == after:
-        same = f"({after})" if name else f"of {after}"
-        return f"Prefix caching does not change the {capacity} {same}."
+    without_reuse = formatting.rate(capacity.estimated_rate_without_reuse, like=unit_rate)
+    subject = f"capacity of {name}" if name else "capacity"
+    if without_reuse == with_reuse:
+        value = f"({with_reuse})" if name else f"of {with_reuse}"
+        return f"Prefix caching does not change the {subject} {value}."
     if name:
-        _, unit = formatting.rate_unit(like)
-        before, after = before.removesuffix(unit), formatting.of_requests(after)
-    return f"Prefix caching raises the {capacity} from {before} to {after}."
+        _, unit = formatting.rate_unit(unit_rate)
+        without_reuse = without_reuse.removesuffix(unit)
+        with_reuse = formatting.of_requests(with_reuse)
+    return f"Prefix caching raises the {subject} from {without_reuse} to {with_reuse}."
 
 
-def users_words(found: Capacity) -> str:
-    """`about 34 users at a time`: conversations under way at the estimated capacity, whose users
-    read and think for most of the time; "" where the requests are no conversations."""
-    if found.users is None:
+def users_words(capacity: Capacity) -> str:
+    """Return `about 34 users at a time`: the concurrent conversations at the estimated capacity,
+    whose users read and think most of the time; "": the workload has no conversations."""
+    if capacity.users is None:
         return ""
-    users = formatting.significant(found.users, 2)
+    users = formatting.significant(capacity.users, 2)
     return f"about {users} {'user' if users == '1' else 'users'} at a time"

@@ -1,11 +1,11 @@
 """machine.json: the step-time models that `crossover calibrate` measured on a machine, for use
 elsewhere.
 
-    write_machine_file(Path("machine.json"), found)
-    found = read_machine_file(Path("machine.json"))   # BadMachineFile names key and value
+    write_machine_file(Path("machine.json"), machine_file)
+    machine_file = read_machine_file(Path("machine.json"))   # BadMachineFile names key and value
 
-Facts of the hardware and of software versions; nothing that names a person, host, user, path or
-serial number. Sizes are bytes, times seconds, missing is None. Unknown keys are refused.
+The file has facts about hardware and software versions, and nothing that names a person, host,
+user, path or serial number. Sizes are in bytes, times in seconds. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION: Literal[3] = 3
 
 MAX_CHARACTERS = 200
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
-Part = Annotated[float, Meta(ge=0, le=1)]
+PartOfOne = Annotated[float, Meta(ge=0, le=1)]
 
 
 class BadMachineFile(LoadError):
@@ -37,7 +37,7 @@ class BadMachineFile(LoadError):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machine, as far as its kernel says."""
+    """The machine, as its kernel reports it."""
 
     cpu_model: Text
     architecture: Text
@@ -64,26 +64,27 @@ class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file."""
+    """The contents of machine.json."""
 
     version: Literal[3] = VERSION
-    crossover: Text
+    crossover: Text  # version of Crossover that wrote it
     measured_on: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
-    name: Text
+    name: Text  # of the machine, for people
     hardware: Hardware
     models: Annotated[tuple[ModelSteps, ...], Meta(min_length=1)]
-    taken_share: Part | None = None  # of the CPU time that the engine wanted, by others
+    # Share of the CPU time that the engine wanted, which other processes took; None: not known.
+    taken_share: PartOfOne | None = None
 
 
 def read_machine_file(path: Path) -> MachineFile:
-    """The file, checked. Raises BadMachineFile with file, key and value."""
+    """Return the contents of a machine file. Raises BadMachineFile with file, key and value."""
     try:
         raw = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise BadMachineFile(f"{path} cannot be read: {problem}") from problem
     version = raw.get("version") if isinstance(raw, dict) else None
     if version == 2:
-        raw = _in_the_current_version(raw)
+        raw = _in_current_version(raw)
     elif version != VERSION:
         raise BadMachineFile(
             f"{path} is not a machine file of version {VERSION}: its version is {version!r}. Run "
@@ -95,23 +96,25 @@ def read_machine_file(path: Path) -> MachineFile:
         raise BadMachineFile(f"{path}: {problem}") from problem
 
 
-def _in_the_current_version(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a file of version 2, which called the step-time model `law`, as one of today."""
-    models = [
-        {"step_times" if key == "law" else key: value for key, value in model.items()}
-        if isinstance(model, dict)
-        else model
-        for model in raw.get("models") or ()
-    ]
+def _in_current_version(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a file of version 2 in the current version. Version 2 called the
+    step-time model `law`."""
+    models = []
+    for model in raw.get("models") or ():
+        if isinstance(model, dict):
+            model = {"step_times" if key == "law" else key: value for key, value in model.items()}
+        models.append(model)
     return raw | {"version": VERSION, "models": models}
 
 
-def write_machine_file(path: Path, found: MachineFile) -> None:
-    """The whole file or none of it."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+def write_machine_file(path: Path, machine_file: MachineFile) -> None:
+    """Write the file atomically."""
+    text = msgspec.json.format(msgspec.json.encode(machine_file), indent=1)
+    write_atomically(path, text + b"\n")
 
 
 def hardware_of(facts: HardwareFacts, memory_bytes: int) -> Hardware:
-    """What a file may say of this machine: no name of a host, and nothing of its kernel."""
+    """Return what a machine file may say about this machine: without the name of the host, and
+    nothing about its kernel."""
     names = [name for name in Hardware.__struct_fields__ if name != "memory_bytes"]
     return Hardware(memory_bytes=memory_bytes, **{name: getattr(facts, name) for name in names})

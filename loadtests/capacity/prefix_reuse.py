@@ -1,4 +1,5 @@
-"""What the server found in its cache: of shared prefixes, and of the histories of conversations."""
+"""Measures prefix reuse: how much of shared prefixes and of conversations' histories the server
+found in its cache; and how much of an answer is reasoning."""
 
 from __future__ import annotations
 
@@ -12,96 +13,117 @@ from crossover.serving.capacity.batching_simulator import Reuse
 from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, PrefixReuse
 from crossover.serving.workload.request_lengths import Workload, draw
 
-MIN_SAVED_SHARE = 0.1  # of histories: less is a beginning that all conversations share
-NEVER_ANSWERED = 10.0  # share of an answer's time, where it is nothing but reasoning
+# If less of the histories was found in the cache, it is only a beginning that all conversations
+# share, and the server does not reuse histories.
+MIN_REUSED_SHARE = 0.1
+# The reasoning share that an answer without answer tokens counts with; an answer that ends with
+# reasoning would have a share just below 1.
+ONLY_REASONING_SHARE = 10.0
 
 
 def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
-    """The `reused_share` of a simulation: of what prompts had in common with earlier ones, how
-    much the server found in its cache. 0.0 where it does not say, and without shared prefixes.
+    """Return the `reused_share` of a simulation: how much of the prefixes that prompts share with
+    earlier ones the server found in its cache, 0..1.
+
+    0.0 if the server does not report it, and for workloads without shared prefixes.
     """
     if workload.has_sessions:
         return 0.0
-    asks = draw(workload, QUICK_REQUESTS, 1)
-    known = sum(ask.prefix_tokens for ask in asks)
-    known_share = known / sum(ask.prompt_tokens for ask in asks)
-    cached = prompts = 0.0
+    requests = draw(workload, QUICK_REQUESTS, 1)
+    prefix_tokens = sum(request.prefix_tokens for request in requests)
+    shared_share = prefix_tokens / sum(request.prompt_tokens for request in requests)
+    cached_tokens = prompt_tokens = 0.0
     for level in levels:
-        told = ~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens)
-        cached += float(level.cached_tokens[told].sum())
-        prompts += float(level.prompt_tokens[told].sum())
-    return min(1.0, cached / prompts / known_share) if known and prompts else 0.0
+        has_counts = ~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens)
+        cached_tokens += float(level.cached_tokens[has_counts].sum())
+        prompt_tokens += float(level.prompt_tokens[has_counts].sum())
+    if not prefix_tokens or not prompt_tokens:
+        return 0.0
+    return min(1.0, cached_tokens / prompt_tokens / shared_share)
 
 
 def measured_history_reuse(levels: Sequence[Level], kind: Reuse = "any prefix") -> PrefixReuse:
-    """What the server saved of the histories of conversations that it was asked one at a time, so
-    that nothing was evicted between two turns.
+    """Return how much of the histories of conversations the server found in its cache.
 
-    `kind`: how the engine says that it reuses prefixes. Counts are the server's own; of one that
-    does not tell what it found in its cache, nothing is taken to be saved.
+    The conversations were sent one at a time, so that nothing was evicted between two turns.
+    `kind`: in which way the engine reports that it reuses prefixes. Counts are the server's own; if
+    it does not report what it found in its cache, nothing counts as reused.
     """
-    turns = [_Pairs.of(level) for level in levels]
-    before, output, found, growth = (
-        np.concatenate([getattr(one, name) for one in turns] or [np.empty(0)])
-        for name in ("prompt_before", "output_before", "cached", "growth")
-    )
-    if not len(found) or found.sum() < MIN_SAVED_SHARE * before.sum():
-        return PrefixReuse(kind="none", answer_growth=_growth(growth, output))
-    share = float((found - before).sum() / max((output - 1).sum(), 1.0))
-    shared = [tokens for level in levels for tokens in _shared_tokens(level)]
+    turns = _following_turns(levels)
+    answer_growth = _answer_growth(turns)
+    if not len(turns.cached) or turns.cached.sum() < MIN_REUSED_SHARE * turns.previous_prompt.sum():
+        return PrefixReuse(kind="none", answer_growth=answer_growth)
+    # What was found beyond the previous prompt is of the previous answer. Its last token was never
+    # processed, so it cannot be in the cache.
+    cached_answer_tokens = (turns.cached - turns.previous_prompt).sum()
+    answer_share = float(cached_answer_tokens / max((turns.previous_output - 1).sum(), 1.0))
+    shared_tokens = np.concatenate([_cached_in_first_turns(level) for level in levels])
     return PrefixReuse(
         kind=kind,
-        answer_share=round(min(share, 1.0), 4),
-        answer_growth=_growth(growth, output),
-        shared_tokens=int(np.median(shared)) if shared else None,
+        answer_share=round(min(answer_share, 1.0), 4),
+        answer_growth=answer_growth,
+        shared_tokens=int(np.median(shared_tokens)) if len(shared_tokens) else None,
     )
 
 
 def measured_reasoning_share(levels: Sequence[Level]) -> float:
-    """Of the time between the first and the last token of an answer, the part until the first one
-    behind all reasoning, in the mean; 0.0 of a model that does not reason.
+    """Return the mean share of the time from the first to the last token of an answer that passes
+    before its first answer token, which is the first after all reasoning.
 
-    Above 1 where answers were mostly nothing but reasoning.
+    0.0 for a model that does not reason; above 1 if most answers had only reasoning.
     """
     shares: list[float] = []
     for level in levels:
-        ok = level.counted & ~level.failed & (level.chunk_counts > 1)
-        if np.isfinite(level.first_answer).any():
-            until = np.where(np.isnan(level.first_answer), np.inf, level.first_answer)
-            part = (until - level.first) / np.maximum(level.last - level.first, 1e-9)
-            shares += np.minimum(part[ok], NEVER_ANSWERED).tolist()
+        if not np.isfinite(level.first_answer).any():
+            continue
+        is_ok = level.counted & ~level.failed & (level.chunk_counts > 1)
+        first_answer = np.where(np.isnan(level.first_answer), np.inf, level.first_answer)
+        share = (first_answer - level.first) / np.maximum(level.last - level.first, 1e-9)
+        shares += np.minimum(share[is_ok], ONLY_REASONING_SHARE).tolist()
     return round(float(np.mean(shares)), 4) if shares else 0.0
 
 
-class _Pairs(NamedTuple):
-    """Each turn that went well beside the turn before it: tokens, float64 [pairs]."""
+class _FollowingTurns(NamedTuple):
+    """Turns that follow another turn of their conversation: tokens of both, float64 [turns]."""
 
-    prompt_before: Floats
-    output_before: Floats
-    cached: Floats
-    growth: Floats  # of the prompt, beyond what the user added
+    previous_prompt: Floats
+    previous_output: Floats
+    cached: Floats  # found in the cache
+    growth: Floats  # by which the prompt grew, without what the user added
 
-    @classmethod
-    def of(cls, level: Level) -> _Pairs:
-        order = np.lexsort((level.turn, level.session))
-        is_told = ~np.isnan(level.prompt_tokens) & ~np.isnan(level.output_tokens)
-        ok = (is_told & ~level.failed)[order]
+
+def _following_turns(levels: Sequence[Level]) -> _FollowingTurns:
+    """Return the turns of all levels that succeeded, as did the turn before them."""
+    columns: list[tuple[Floats, Floats, Floats, Floats]] = []
+    for level in levels:
+        order = np.lexsort((level.turn, level.session))  # by conversation, then by turn
+        has_counts = ~np.isnan(level.prompt_tokens) & ~np.isnan(level.output_tokens)
+        is_ok = (has_counts & ~level.failed)[order]
         session, turn = level.session[order], level.turn[order]
-        follows = ok[1:] & ok[:-1] & (session[1:] == session[:-1]) & (turn[1:] == turn[:-1] + 1)
+        is_same_session = session[1:] == session[:-1]
+        follows = is_ok[1:] & is_ok[:-1] & is_same_session & (turn[1:] == turn[:-1] + 1)
         prompt, output = level.prompt_tokens[order], level.output_tokens[order]
         growth = prompt[1:] - prompt[:-1] - level.added_tokens[order][1:]
-        follows &= growth > 0  # else the oldest turns were left out
+        follows &= growth > 0  # otherwise the oldest turns were dropped from the history
         cached = np.nan_to_num(level.cached_tokens[order])
-        columns = (prompt[:-1], output[:-1], cached[1:], growth)
-        return cls(*(column[follows] for column in columns))
+        columns.append(
+            (prompt[:-1][follows], output[:-1][follows], cached[1:][follows], growth[follows])
+        )
+    if not columns:
+        return _FollowingTurns(*[np.empty(0)] * 4)
+    return _FollowingTurns(*map(np.concatenate, zip(*columns, strict=True)))
 
 
-def _growth(growth: Floats, output: Floats) -> float:
-    """Tokens that answers took in the next prompts, over their own; 1.0: nothing tells."""
-    return round(max(float(growth.sum() / output.sum()), 0.0), 4) if output.sum() else 1.0
+def _answer_growth(turns: _FollowingTurns) -> float:
+    """Return the tokens that answers take in the next prompt, divided by their output tokens; 1.0:
+    not known."""
+    output_tokens = turns.previous_output.sum()
+    return round(max(float(turns.growth.sum() / output_tokens), 0.0), 4) if output_tokens else 1.0
 
 
-def _shared_tokens(level: Level) -> list[float]:
-    """What the first turns found in the cache, but that of the first conversation."""
-    found = level.cached_tokens[(level.turn == 0) & (level.session > 0) & ~level.failed]
-    return [float(tokens) for tokens in np.nan_to_num(found)]
+def _cached_in_first_turns(level: Level) -> Floats:
+    """Return the tokens that the first turn of each conversation, except the first, found in the
+    cache, [conversations]."""
+    is_later_first_turn = (level.turn == 0) & (level.session > 0) & ~level.failed
+    cached_tokens: Floats = np.nan_to_num(level.cached_tokens[is_later_first_turn])
+    return cached_tokens

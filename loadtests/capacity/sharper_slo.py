@@ -1,18 +1,19 @@
-"""Why an interval is wide although the step times are well known, and which SLO would be sharper.
+"""Advice for a capacity whose interval is wide although the step times are well known: an SLO under
+which it would be narrow.
 
     advice(found, step_times, settings, workload, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
 
-Near the edge of what a configuration can do, the capacity falls several times faster than step
-times rise (`Capacity.steepness`), so that a small error of the step-time model is a large one of
-the capacity. More minutes of measuring hardly help; another target or limit does. Pure.
+If the SLO is near the best latency that a configuration can reach, the capacity falls several times
+faster than step times rise (`Capacity.steepness`). A small error of the step-time model is then a
+large error of the capacity. Measuring for longer hardly helps, but another target or limit does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,11 +31,20 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
 
-SHARP = 2.0  # an interval whose ends are further apart than this factor is wide
-MIN_SINGLE_SHARE = 0.99  # of single requests that meet the SLO: else the SLO is plainly missed
+MAX_WIDTH = 2.0  # an interval whose ends are further apart than this factor is wide
+# If fewer single requests meet the latency limits, there is another problem than a wide interval.
+MIN_UNLOADED_SHARE = 0.99
 TARGETS = (0.95, 0.9, 0.8)
-LOOSER = (1.25, 1.5, 2.0, 3.0, 4.0)  # factors of a latency limit
+LIMIT_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 MAX_ALTERNATIVES = 2
+
+
+class Alternative(NamedTuple):
+    """An SLO with one key changed, to a value that is easier to meet."""
+
+    key: str
+    value: str
+    slo: Slo
 
 
 def advice(
@@ -49,66 +59,63 @@ def advice(
     reuse: PrefixReuse | None = None,
     reasoning_share: float = 0.0,
 ) -> str:
-    """Return a sentence that names the target and the limit at which the interval becomes sharp.
+    """Return a sentence with a target and a limit under which the interval would be narrow.
 
-    "" where the interval is sharp, where another reason made it wide, or where no alternative in
-    reach is sharp. Simulates up to a dozen capacities, which takes seconds.
+    "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
+    all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
-    low, high, limit, steepness = found.low, found.high, found.estimated_rate, found.steepness
-    if (
-        found.method != "step_times"
-        or not (low and high and limit and steepness)
-        or high <= SHARP * low
-    ):
+    low, high, steepness = found.low, found.high, found.steepness
+    if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
+        return ""
+    if high <= MAX_WIDTH * low:
         return ""
     if found.speed_moved is not None:  # the machine, not the SLO, made it wide
         return ""
-    step_error = math.log(high / low) / (2 * Z_90 * steepness)
-    seen = step_times.slower(found.factor or 1.0)
-    single_share: float | None = None
-
-    def sharp_ones() -> Iterator[str]:
-        nonlocal single_share
-        for name, others in _looser(slo):
-            for value, other in others:
-                told = capacity(
-                    seen,
-                    settings,
-                    workload,
-                    other,
-                    arrivals=arrivals,
-                    reused_share=reused_share,
-                    reuse=reuse,
-                    reasoning_share=reasoning_share,
-                    requests=QUICK_REQUESTS,
-                )
-                if name == "target":
-                    single_share = told.alone_share
-                width = math.exp(2 * Z_90 * step_error * told.steepness)
-                if told.rate > 0 and width <= SHARP:
-                    yield f"slo.{name} = {value} (about {formatting.rate(told.rate)})"
-                    break
-
-    named = list(islice(sharp_ones(), MAX_ALTERNATIVES))
-    if not named or (single_share is not None and single_share < MIN_SINGLE_SHARE):
+    # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
+    step_sd = math.log(high / low) / (2 * Z_90 * steepness)
+    loaded_step_times = step_times.slower(found.factor or 1.0)
+    narrow: list[str] = []
+    unloaded_share: float | None = None  # of single requests that meet the latency limits
+    for alternatives in _easier_slos(slo):
+        for key, value, easier_slo in alternatives:
+            simulated = capacity(
+                loaded_step_times,
+                settings,
+                workload,
+                easier_slo,
+                arrivals=arrivals,
+                reused_share=reused_share,
+                reuse=reuse,
+                reasoning_share=reasoning_share,
+                requests=QUICK_REQUESTS,
+            )
+            if key == "target":  # the latency limits are unchanged
+                unloaded_share = simulated.alone_share
+            width = math.exp(2 * Z_90 * step_sd * simulated.steepness)
+            if simulated.rate > 0 and width <= MAX_WIDTH:
+                narrow.append(f"slo.{key} = {value} (about {formatting.rate(simulated.rate)})")
+                break
+        if len(narrow) == MAX_ALTERNATIVES:
+            break
+    if not narrow or (unloaded_share is not None and unloaded_share < MIN_UNLOADED_SHARE):
         return ""
     return (
         "The interval is wide because the SLO is near the edge of what this configuration can do: "
         f"single requests meet it, but steps that take 1 % longer lower the capacity by "
-        f"{steepness:.1f} %. It would span less than a factor of {SHARP:g} with "
-        f"{' or '.join(named)}."
+        f"{steepness:.1f} %. It would span less than a factor of {MAX_WIDTH:g} with "
+        f"{' or '.join(narrow)}."
     )
 
 
-def _looser(slo: Slo) -> Iterator[tuple[str, list[tuple[str, Slo]]]]:
-    """Yield each key of the SLO with looser values of it, the nearest first."""
-    lower = [target for target in TARGETS if target < slo.target]
-    yield "target", [(f"{one:g}", msgspec.structs.replace(slo, target=one)) for one in lower]
-    for name in LIMITS.values():
-        limit = getattr(slo, name)
+def _easier_slos(slo: Slo) -> Iterator[list[Alternative]]:
+    """Yield the alternatives for each key of the SLO, the nearest value first."""
+    replace = msgspec.structs.replace
+    targets = [target for target in TARGETS if target < slo.target]
+    yield [Alternative("target", f"{value:g}", replace(slo, target=value)) for value in targets]
+    for key in LIMITS.values():
+        limit = getattr(slo, key)
         if limit is not None:
-            values = [limit * factor for factor in LOOSER]
-            yield (
-                name,
-                [(f"{one:.3g}", msgspec.structs.replace(slo, **{name: one})) for one in values],
-            )
+            values = [limit * factor for factor in LIMIT_FACTORS]
+            yield [
+                Alternative(key, f"{value:.3g}", replace(slo, **{key: value})) for value in values
+            ]

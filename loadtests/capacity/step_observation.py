@@ -1,21 +1,27 @@
-"""What the content stamps of a level say of the engine's steps; works against any endpoint.
+"""Observes the engine's steps in the times at which a level's content chunks arrived. Works against
+any endpoint.
 
-    seen, covered = observed_steps(level, slots=8)
-    level_factor(step_times, level, settings)      # 1.1: steps took 1.1 times what it says
+    steps, covered_share = observed_steps(level, slots=8)
+    level_factor(step_times, level, settings)      # 1.1: steps took 1.1 times what the model says
 
-Where a chunk is a token, a moment at which chunks come together is the end of a step. A step counts
-that began where the one before it ended (all who had more to come have a chunk) or, on an idle
-server, when its first request was sent. Steps in which a prompt may be under way without a first
-token yet are put together with those that follow, up to one with no prompt under way: sums are
-right then, whatever the pieces were. A server that lets nobody decode while it computes a prompt
-has steps of first tokens alone. So single streams, bursts and open-loop levels tell steps by
-one rule. Where chunks carry several tokens, steps cannot be told.
+If a chunk is a token, the tokens of one step arrive together, at the step's end. A step begins
+where the one before it ended, or, on an idle server, when its first request was sent. It is
+observed only if all requests that had a token to come have got one.
+
+While a prompt is processed over several steps, nothing shows how many of its tokens each step had.
+So such steps are merged with those that follow, up to one with no prompt in progress: then the sums
+are right, however the prompt was divided. A server that does not decode while it processes prompts
+has steps with nothing but first tokens.
+
+One rule thus observes steps in single streams, bursts and open-loop levels. If chunks have several
+tokens, steps cannot be observed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,146 +33,176 @@ from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
-Whole = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
-MAX_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
-APART = 0.4  # of a quick step (the quickest fifth of gaps): chunks closer than that share a step
-MERGED = 12  # like steps in a row that are one observation, at most ...
-MIN_OBSERVED = 40  # ... while so many observations of a level are left
-MIN_STEPS = 50  # fewer say little
-# Of the time with work, in steps that can be told; else TPOT tells the factor, which is as good:
-# on 58 recorded levels near the limit both are 0.069 off (docs/benchmarks.md). 57 of 62 cover more
-# than 0.7; llama-server's do not.
-MIN_COVERED = 0.35
-FACTORS = (0.4, 2.5)  # that TPOT is matched within
-PART_SECONDS = 30.0
-# Apart by more, two half minutes of a level had two speeds: at most 1.35 in 40 recorded levels of
-# undisturbed machines, 1.28 where they had 6 to 8 half minutes, 1.12 by the step-time model's own
-# error.
-TWO_SPEEDS = 1.4
+MAX_CHUNK_TOKENS = 1.05  # on average: with more, chunks are not steps
+# Chunks closer than this share of a quick step (the 20 % quantile of gaps) belong to one step.
+MAX_GAP_SHARE = 0.4
+# Equal steps in a row are merged into one observation: at most MAX_MERGED_STEPS, and only as many
+# that MIN_OBSERVED observations of a level are left.
+MAX_MERGED_STEPS = 12
+MIN_OBSERVED = 40
+MIN_STEPS = 50  # fewer say little about the factor of a level
+# The part of the busy time that observed steps must cover; otherwise the factor follows from TPOT,
+# which is as good: on 58 recorded levels near the capacity both have an error of 0.069
+# (docs/benchmarks.md). 57 of 62 levels cover more than 0.7; llama-server's do not.
+MIN_COVERED_SHARE = 0.35
+TPOT_FACTORS = (0.4, 2.5)  # range in which the factor is searched by TPOT
+PART_SECONDS = (
+    30.0  # parts of a level that are compared, to see whether the machine's speed changed
+)
+# The speed changed if the factors of two parts differ by more than this. In 40 recorded levels of
+# undisturbed machines they differed by at most 1.35, or 1.28 if there were 6 to 8 parts; the
+# step-time model's own error makes up to 1.12.
+MIN_SPEED_RATIO = 1.4
+
+
+class _Steps(NamedTuple):
+    """The steps that the chunks of a level came from."""
+
+    of_chunk: IntArray  # [chunks]: index of the chunk's step
+    end: Array  # [steps]: seconds, when its last chunk arrived
+    min_gap_seconds: float  # minimum time between the chunks of two steps
 
 
 def observed_steps(
     level: Level, slots: int, experts: Routing | None = None
 ) -> tuple[list[StepObservation], float]:
-    """The steps in order, and the share of the time with work that they cover.
+    """Return the observed steps in order, and the share of the busy time that they cover, 0..1.
 
-    Without a token count a chunk stands for a token. [] where chunks are not tokens. `experts`: of
-    a mixture; None: the share of the experts that steps read is not counted.
+    If the server does not count tokens, each chunk counts as one. [] if chunks are not tokens.
+    `experts`: of a mixture of experts; None: the share of experts that a step reads is not counted.
     """
     counts = level.chunk_counts
-    told = (counts > 0) & ~np.isnan(level.output_tokens)
-    if level.output_tokens[told].sum() > MAX_TOKENS * counts[told].sum() or counts.max() < 2:
+    has_count = (counts > 0) & ~np.isnan(level.output_tokens)
+    tokens = level.output_tokens[has_count].sum()
+    if tokens > MAX_CHUNK_TOKENS * counts[has_count].sum() or counts.max() < 2:
         return [], 0.0
-    group, end, apart = _steps_of(level)
-    request = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(request)) - level.chunk_offsets[request]
-    size = len(end)
+    step_of_chunk, end, min_gap_seconds = _steps_of(level)
+    request = np.repeat(np.arange(len(counts)), counts)  # [chunks]
+    number = np.arange(len(request)) - level.chunk_offsets[request]  # [chunks], 0.. in its request
+    step_count = len(end)
 
-    def per_step(which: npt.NDArray[np.bool_], value: Array | None = None) -> Array:
-        weights = None if value is None else value[which]
-        found: Array = np.bincount(group[which], weights, size).astype(np.float64)
-        return found
+    def per_step(selected: npt.NDArray[np.bool_], value: Array | None = None) -> Array:
+        """Return [steps]: the number of selected chunks, or the sum of their values."""
+        weights = None if value is None else value[selected]
+        sums = np.bincount(step_of_chunk[selected], weights, step_count)
+        return sums.astype(np.float64)
 
-    first, more = number == 0, number + 1 < counts[request]
-    decoding, begun = per_step(~first), per_step(first)
-    ended = np.cumsum(per_step(first & more) - per_step(~first & ~more))
-    active = np.concatenate([[0.0], ended[:-1]])  # have a token and more to come
-    # All who are active have their next token; or nobody, while prompts are computed.
-    turn = np.cumsum(decoding > 0)[group]
-    follows = ~first & (turn == np.concatenate([[-1], turn[:-1]]) + 1)
-    is_idle = active == 0
-    is_whole = (decoding == active) & (per_step(follows) == decoding) | (decoding == 0)
+    # [steps]: requests that get their first token, and that get a later one.
+    is_first, has_more = number == 0, number + 1 < counts[request]
+    first_tokens, decoding = per_step(is_first), per_step(~is_first)
+    # [steps]: requests that have a token and more to come before the step.
+    active_after = np.cumsum(per_step(is_first & has_more) - per_step(~is_first & ~has_more))
+    active = np.concatenate([[0.0], active_after[:-1]])
+    # A step is whole if all active requests get their next token, or none does, while prompts are
+    # processed.
+    decode_step = np.cumsum(decoding > 0)[step_of_chunk]
+    previous_decode_step = np.concatenate([[-1], decode_step[:-1]])
+    is_next_token = ~is_first & (decode_step == previous_decode_step + 1)
+    all_decode = (decoding == active) & (per_step(is_next_token) == decoding)
+    is_whole = all_decode | (decoding == 0)
+
+    # When each step began: at the end of the one before it, or on an idle server when the earliest
+    # of the requests without a first token was sent.
     sent = np.where(np.isnan(level.sent), level.due, level.sent)
-    # Of those who have no first token before the step, when the earliest was sent.
-    earliest = np.full(size + 1, np.inf)
-    np.minimum.at(earliest, group[first], sent[request[first]])
-    earliest = np.minimum.accumulate(earliest[::-1])[::-1][:size]
-    before = np.concatenate([[-np.inf], end[:-1]])
-    begin = np.where(is_idle, np.maximum(before, earliest), before)
-    begin[0] = earliest[0]
-    gone = level.ended[(counts == 0) & ~np.isnan(level.ended)]
-    firsts = np.sort(np.concatenate([level.chunks[first], gone]))
-    asked = np.searchsorted(np.sort(sent), np.where(is_idle, end, begin))
-    waiting = asked - np.searchsorted(firsts, end + 1e-9)
-    is_filling = np.minimum(waiting, slots - decoding - begun) > 0
-    passes = np.maximum((decoding > 0) + np.maximum(begun, is_filling), 1)
+    earliest_sent = np.full(step_count + 1, np.inf)
+    np.minimum.at(earliest_sent, step_of_chunk[is_first], sent[request[is_first]])
+    earliest_sent = np.minimum.accumulate(earliest_sent[::-1])[::-1][:step_count]
+    is_idle = active == 0
+    previous_end = np.concatenate([[-np.inf], end[:-1]])
+    begin = np.where(is_idle, np.maximum(previous_end, earliest_sent), previous_end)
+    begin[0] = earliest_sent[0]
+
+    # Whether a prompt is in progress: a request was sent, has no first token yet, and has a slot.
+    ended_without_token = level.ended[(counts == 0) & ~np.isnan(level.ended)]
+    answered = np.sort(np.concatenate([level.chunks[is_first], ended_without_token]))
+    sent_before = np.searchsorted(np.sort(sent), np.where(is_idle, end, begin))
+    waiting = sent_before - np.searchsorted(answered, end + 1e-9)
+    has_prompt = np.minimum(waiting, slots - decoding - first_tokens) > 0
+
+    # [steps]: passes over the weights: one of the decode rows, and one of each prompt.
+    passes = np.maximum((decoding > 0) + np.maximum(first_tokens, has_prompt), 1)
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
     prompt = np.nan_to_num(prompt)
-    computed = np.maximum(prompt - np.nan_to_num(level.cached_tokens), 1.0)
-    # From the step after one with no prompt under way to the next such step. A step that ended too
-    # soon after the one before it was quick since that one's chunks came late.
-    is_late = np.concatenate([end[1:] - begin[1:] < apart, [False]])
-    run = np.concatenate([[0], np.cumsum(~(is_filling | is_late))[:-1]])
-    columns = (
-        end - begin,
-        decoding,
-        per_step(first, computed[request]),
-        per_step(~first, prompt[request] + number),
-        passes,
-        np.ones(size),
-        np.zeros(size),
-    )
+    computed_tokens = np.maximum(prompt - np.nan_to_num(level.cached_tokens), 1.0)
+    expert_share = np.zeros(step_count)
     if experts is not None:
         skip = experts.skip_probability
-        whole = per_step(first, 1.0 - skip ** computed[request])
-        # A piece of a prompt that ends in a later step has some hundred tokens: all experts.
-        pieces = passes - (decoding > 0) - begun
-        columns = (*columns[:-1], (1.0 - skip**decoding) + whole + np.maximum(pieces, 0.0))
+        of_prompts = per_step(is_first, 1.0 - skip ** computed_tokens[request])
+        # A part of a prompt that ends in a later step has some hundred tokens: they use all
+        # experts.
+        unfinished_prompts = np.maximum(passes - (decoding > 0) - first_tokens, 0.0)
+        expert_share = (1.0 - skip**decoding) + of_prompts + unfinished_prompts
+    columns = (  # in the order of StepObservation
+        end - begin,
+        decoding,
+        per_step(is_first, computed_tokens[request]),
+        per_step(~is_first, prompt[request] + number),
+        passes,
+        np.ones(step_count),
+        expert_share,
+    )
+
+    # Steps are merged from one after a step with no prompt in progress up to the next such step. If
+    # a step seems to have taken less than the minimum gap, the chunks of the step before it arrived
+    # late, and the two are merged.
+    is_late = np.concatenate([end[1:] - begin[1:] < min_gap_seconds, [False]])
+    is_last_of_run = ~(has_prompt | is_late)
+    run = np.concatenate([[0], np.cumsum(is_last_of_run)[:-1]])
     sums = np.column_stack([np.bincount(run, column) for column in columns])
-    kept = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
+    is_observed = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
     names = StepObservation.__struct_fields__
-    found = [StepObservation(**dict(zip(names, row, strict=True))) for row in sums[kept].tolist()]
-    return found, float(sums[kept, 0].sum()) / max(_busy_seconds(level, sent), 1e-9)
+    steps = [
+        StepObservation(**dict(zip(names, row, strict=True))) for row in sums[is_observed].tolist()
+    ]
+    covered_seconds = float(sums[is_observed, 0].sum())
+    return steps, covered_seconds / max(_busy_seconds(level, sent), 1e-9)
 
 
-def _steps_of(level: Level) -> tuple[Whole, Array, float]:
-    """Of each chunk the step that it came from; of each step when its last chunk came; and how far
-    apart, in seconds, chunks of two steps are at least.
-    """
+def _steps_of(level: Level) -> _Steps:
+    """Return the steps that the chunks came from. A step begins after a gap without chunks, and
+    whenever a request has a second chunk."""
     request = np.repeat(np.arange(len(level.chunk_counts)), level.chunk_counts)
     gaps = np.diff(level.chunks)[request[1:] == request[:-1]]
-    apart = APART * float(np.quantile(gaps, 0.2))
+    min_gap_seconds = MAX_GAP_SHARE * float(np.quantile(gaps, 0.2))
     order = np.argsort(level.chunks, kind="stable")
-    stamps = level.chunks[order]
-    begins = np.concatenate([[True], np.diff(stamps) >= apart])
-    group = np.cumsum(begins) - 1
-    # One who has two chunks in a group had two steps, that came together.
-    key = group * (len(level.chunk_counts) + 1) + request[order]
-    _, several = np.unique(key, return_counts=True)
-    if several.max() > 1:
+    times = level.chunks[order]
+    is_begin = np.concatenate([[True], np.diff(times) >= min_gap_seconds])
+    step = np.cumsum(is_begin) - 1
+    request_in_step = step * (len(level.chunk_counts) + 1) + request[order]
+    _, chunk_counts = np.unique(request_in_step, return_counts=True)
+    if chunk_counts.max() > 1:  # two steps of a request arrived without a gap
         seen: set[int] = set()
-        for place, (is_first, who) in enumerate(
-            zip(begins.tolist(), request[order].tolist(), strict=True)
-        ):
-            if is_first or who in seen:
-                begins[place] = True
+        pairs = zip(is_begin.tolist(), request[order].tolist(), strict=True)
+        for index, (begins, request_index) in enumerate(pairs):
+            if begins or request_index in seen:
+                is_begin[index] = True
                 seen = set()
-            seen.add(who)
-        group = np.cumsum(begins) - 1
+            seen.add(request_index)
+        step = np.cumsum(is_begin) - 1
     of_chunk = np.empty(len(order), dtype=np.int64)
-    of_chunk[order] = group
-    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(stamps) - 1]])
-    return of_chunk, stamps[last], apart
+    of_chunk[order] = step
+    last_chunk = np.concatenate([np.flatnonzero(is_begin)[1:] - 1, [len(times) - 1]])
+    return _Steps(of_chunk, times[last_chunk], min_gap_seconds)
 
 
 def _busy_seconds(level: Level, sent: Array) -> float:
-    """In which a request was under way."""
+    """Return the seconds in which at least one request was in flight."""
     ended = np.where(np.isnan(level.last), level.ended, level.last)
-    known = ~np.isnan(ended)
-    order = np.argsort(sent[known])
-    begin, end = sent[known][order], ended[known][order]
-    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
-    return float(np.maximum(0.0, end - np.maximum(begin, reached)).sum())
+    is_known = ~np.isnan(ended)
+    order = np.argsort(sent[is_known])
+    begin, end = sent[is_known][order], ended[is_known][order]
+    latest_end_before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+    return float(np.maximum(0.0, end - np.maximum(begin, latest_end_before)).sum())
 
 
-def _steps_by(
+def _steps_to_compare(
     step_times: StepTimeModel, level: Level, settings: SchedulerSettings
 ) -> tuple[list[StepObservation], float]:
-    """The steps to compare with the step-time model, and what they cover; [] of a level without
-    answers."""
+    """Return the observed steps and the covered share; [] for a level without answers."""
     if not len(level.chunks):
         return [], 0.0
     return observed_steps(level, settings.slots, step_times.experts)
@@ -175,78 +211,92 @@ def _steps_by(
 def level_factor(
     step_times: StepTimeModel, level: Level, settings: SchedulerSettings
 ) -> float | None:
-    """Seconds of the level's steps over those by the step-time model; None where the level tells
-    nothing.
+    """Return how much longer the level's steps took than the step-time model says, as a factor.
 
-    Where too few steps can be told: the factor of all step times with which the simulated level has
-    its median TPOT.
+    If too few steps are observed, it is the factor with which the simulated level has the measured
+    median TPOT. None: the level says nothing.
     """
-    seen, covered = _steps_by(step_times, level, settings)
-    if sum(one.steps for one in seen) >= MIN_STEPS and covered >= MIN_COVERED:
-        return sum(one.seconds for one in seen) / max(sum(map(step_times.of, seen)), 1e-12)
+    steps, covered_share = _steps_to_compare(step_times, level, settings)
+    if sum(step.steps for step in steps) >= MIN_STEPS and covered_share >= MIN_COVERED_SHARE:
+        measured_seconds = sum(step.seconds for step in steps)
+        return measured_seconds / max(sum(map(step_times.of, steps)), 1e-12)
     return _factor_by_tpot(step_times, level, settings)
 
 
 def two_speeds(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> list[float]:
-    """The factors of the level's quickest and slowest half minute, where the speed of the machine
-    changed between them; [] where it did not, or where steps do not tell.
-    """
-    seen, covered = _steps_by(step_times, level, settings)
-    steps = sum(one.steps for one in seen)
-    count = int(min(level.window_seconds / PART_SECONDS, steps / MIN_STEPS))
-    if count < 2 or covered < MIN_COVERED:
+    """Return the factors (see level_factor) of the level's quickest and slowest half minute if the
+    machine's speed changed between them; [] if it did not, or if too few steps are observed."""
+    steps, covered_share = _steps_to_compare(step_times, level, settings)
+    step_count = sum(step.steps for step in steps)
+    parts = int(min(level.window_seconds / PART_SECONDS, step_count / MIN_STEPS))
+    if parts < 2 or covered_share < MIN_COVERED_SHARE:
         return []
-    seconds = np.array([one.seconds for one in seen])
-    part = (count * (np.cumsum(seconds) - seconds) / seconds.sum()).astype(np.int64)
-    by_step_times = np.bincount(part, list(map(step_times.of, seen)), count)
-    factors = (
-        np.bincount(part, seconds, count)[by_step_times > 0] / by_step_times[by_step_times > 0]
-    )
-    ends = [float(factors.min()), float(factors.max())]
-    return ends if ends[1] > TWO_SPEEDS * ends[0] else []
+    seconds = np.array([step.seconds for step in steps])
+    started_at = np.cumsum(seconds) - seconds
+    part = (parts * started_at / seconds.sum()).astype(np.int64)
+    modeled = np.bincount(part, list(map(step_times.of, steps)), parts)
+    has_steps = modeled > 0
+    factors = np.bincount(part, seconds, parts)[has_steps] / modeled[has_steps]
+    quickest, slowest = float(factors.min()), float(factors.max())
+    return [quickest, slowest] if slowest > MIN_SPEED_RATIO * quickest else []
 
 
 def _factor_by_tpot(
     step_times: StepTimeModel, level: Level, settings: SchedulerSettings
 ) -> float | None:
-    counted = level.counted & ~level.failed & np.isfinite(level.tpot)
-    if not counted.any():
+    """Return the factor of all step times with which the simulated level has the measured median
+    TPOT, found by bisection on a logarithmic scale; None: no request has a TPOT."""
+    has_tpot = level.counted & ~level.failed & np.isfinite(level.tpot)
+    if not has_tpot.any():
         return None
-    real = float(np.median(level.tpot[counted]))
+    measured_tpot = float(np.median(level.tpot[has_tpot]))
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
     output = np.where(
         np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
     )
-    known = ~np.isnan(prompt) & ~np.isnan(output)
-    low, high = map(math.log, FACTORS)
+    is_known = ~np.isnan(prompt) & ~np.isnan(output)
+    low, high = map(math.log, TPOT_FACTORS)
     for _ in range(10):
         middle = (low + high) / 2
-        columns = (level.due[known], prompt[known], output[known], level.cached_tokens[known])
-        played = simulate(step_times.slower(math.exp(middle)), settings, *columns)
-        tpot = played.tpot[counted[known]]
+        simulated = simulate(
+            step_times.slower(math.exp(middle)),
+            settings,
+            level.due[is_known],
+            prompt[is_known],
+            output[is_known],
+            level.cached_tokens[is_known],
+        )
+        tpot = simulated.tpot[has_tpot[is_known]]
         if np.isnan(tpot).all():
             return None
-        low, high = (middle, high) if float(np.nanmedian(tpot)) < real else (low, middle)
+        if float(np.nanmedian(tpot)) < measured_tpot:
+            low = middle
+        else:
+            high = middle
     return math.exp((low + high) / 2)
 
 
-def merged_steps(seen: Sequence[StepObservation]) -> list[StepObservation]:
-    """Steps in a row that only decode, with as many rows each, as one: their noise is averaged, and
-    a step-time model is fitted to the mean of steps, stalls among them.
-    """
-    found: list[StepObservation] = []
-    most = min(MERGED, sum(one.steps for one in seen) / MIN_OBSERVED)
-    alike = None
-    for one in seen:
-        only_decodes = not one.prompt_tokens and one.passes == one.steps
-        decodes = one.rows / one.steps if only_decodes else None
-        if decodes is not None and decodes == alike and found[-1].steps + one.steps <= most:
-            last = found.pop()
-            one = StepObservation(
-                **{name: getattr(last, name) + getattr(one, name) for name in one.__struct_fields__}
-            )
-        found.append(one)
-        alike = decodes
-    return found
+def merged_steps(steps: Sequence[StepObservation]) -> list[StepObservation]:
+    """Return the steps with pure decode steps in a row that have equally many rows merged into one
+    observation. That averages their noise, so that the step-time model is fitted to mean steps,
+    including stalls."""
+    merged: list[StepObservation] = []
+    max_steps = min(MAX_MERGED_STEPS, sum(step.steps for step in steps) / MIN_OBSERVED)
+    previous_rows: float | None = None  # per step; None: not a pure decode step
+    for step in steps:
+        is_pure_decode = not step.prompt_tokens and step.passes == step.steps
+        rows = step.rows / step.steps if is_pure_decode else None
+        is_alike = rows is not None and rows == previous_rows
+        if is_alike and merged[-1].steps + step.steps <= max_steps:
+            step = _sum_of(merged.pop(), step)
+        merged.append(step)
+        previous_rows = rows
+    return merged
+
+
+def _sum_of(first: StepObservation, second: StepObservation) -> StepObservation:
+    """Return both observations as one."""
+    names = StepObservation.__struct_fields__
+    return StepObservation(**{name: getattr(first, name) + getattr(second, name) for name in names})

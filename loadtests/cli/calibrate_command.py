@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # maximum measuring time for each model
-CONTEXT_TOKENS = 256.0  # of each stream whose speed is printed
+# Lengths for which speeds are printed.
+PROMPT_TOKENS = 512
+CONTEXT_TOKENS = 256.0  # of each stream
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +72,10 @@ def _calibrate(options: CalibrateOptions) -> None:
     if not out.parent.is_dir():
         raise LoadError(f"--out {options.out!r}: The folder {str(out.parent)!r} does not exist")
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        made = run(plan_of(options), Path(folder), progress)
-        found = machine_of(read_records(made))
-    write_machine_file(out, found)
-    typer.echo("\n".join([*in_words(found), f"written: {options.out}"]))
+        run_folder = run(plan_of(options), Path(folder), progress)
+        machine_file = machine_file_of(read_records(run_folder))
+    write_machine_file(out, machine_file)
+    typer.echo("\n".join([*in_words(machine_file), f"written: {options.out}"]))
 
 
 def plan_of(options: CalibrateOptions) -> Plan:
@@ -81,15 +83,15 @@ def plan_of(options: CalibrateOptions) -> Plan:
     from crossover.loadtests.campaign.campaign_file import parse_campaign
 
     models = list(dict.fromkeys(options.models))
-    keys = (
-        f"budget_seconds = {CELL_SECONDS * len(models)}",
-        "" if options.backend is None else f"backends = {json.dumps([options.backend])}",
-        f"server.slots = {options.slots}",
-    )
-    return parse_campaign("\n".join((*keys, CAMPAIGN.read_text())), models=models)
+    lines = [f"budget_seconds = {CELL_SECONDS * len(models)}"]
+    if options.backend is not None:
+        lines.append(f"backends = {json.dumps([options.backend])}")
+    lines.append(f"server.slots = {options.slots}")
+    text = "\n".join([*lines, CAMPAIGN.read_text()])
+    return parse_campaign(text, models=models)
 
 
-def machine_of(run: RunRecords) -> MachineFile:
+def machine_file_of(run: RunRecords) -> MachineFile:
     """Return the calibrations of a run as a machine file. Raises LoadError if one failed."""
     from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
     from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
@@ -100,15 +102,15 @@ def machine_of(run: RunRecords) -> MachineFile:
 
     campaign, cells = campaign_of(run.manifest)
     models = []
-    for state in (CellRecord(run.events, campaign, cell) for cell in cells):
-        made, cell = state.calibrated, state.cell
-        if made is None or made.step_times is None or made.policy is None:
-            why = getattr(state.ended, "reason", "") or (made and made.reason)
+    for record in [CellRecord(run.events, campaign, cell) for cell in cells]:
+        calibrated, cell = record.calibrated, record.cell
+        if calibrated is None or calibrated.step_times is None or calibrated.policy is None:
+            why = getattr(record.ended, "reason", "") or (calibrated and calibrated.reason)
             raise LoadError(f"{cell.key} has no step-time model: {why or 'it was not calibrated'}")
         ready = of_kind(run.events, CellReady, cell.key)[-1]
         spec = cell.spec or ready.spec
         if spec is None:
-            raise LoadError(f"The shape of {cell.model} is unknown: {cell.known.missing}")
+            raise LoadError(f"The shape of {cell.model} is unknown: {cell.model_identity.missing}")
         library = spec_of(cell.backend).distribution
         models.append(
             ModelSteps(
@@ -117,14 +119,16 @@ def machine_of(run: RunRecords) -> MachineFile:
                 model=spec,
                 weight_format=cell.weight_format,
                 threads=ready.info.threads,
-                policy=made.policy,
-                step_times=made.step_times,
-                spent_seconds=made.spent_seconds,
+                policy=calibrated.policy,
+                step_times=calibrated.step_times,
+                spent_seconds=calibrated.spent_seconds,
             )
         )
     facts = msgspec.convert(run.manifest.server_facts, HardwareFacts)
-    taken = [one.disturbance for one in run.finished_levels.values()]
-    shares = [one.share for one in taken if one is not None and one.share is not None]
+    disturbances = [level.disturbance for level in run.finished_levels.values()]
+    shares = [
+        found.share for found in disturbances if found is not None and found.share is not None
+    ]
     return MachineFile(
         crossover=run.manifest.crossover_version,
         measured_on=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -135,25 +139,29 @@ def machine_of(run: RunRecords) -> MachineFile:
     )
 
 
-def in_words(found: MachineFile) -> list[str]:
-    """Return a line for each measured model."""
+def in_words(machine_file: MachineFile) -> list[str]:
+    """Return a line for each measured model, and a warning if other processes disturbed it."""
+    from crossover.loadtests.levels.disturbance import MAX_TAKEN_SHARE
     from crossover.models.formatting import significant
 
     lines = []
-    for one in found.models:
-        prompt = significant(512 / one.step_times.seconds(0, 512, 0))
-        seconds_of = one.step_times.seconds
-        decode = ", ".join(
-            f"{significant(rows / seconds_of(rows, 0, rows * CONTEXT_TOKENS))} with {rows}"
-            for rows in dict.fromkeys((1, one.policy.slots))
-        )
+    for model in machine_file.models:
+        step_times = model.step_times
+        prompt_rate = PROMPT_TOKENS / step_times.seconds(0, PROMPT_TOKENS, 0)
+        decode_rates = []
+        for rows in dict.fromkeys((1, model.policy.slots)):
+            decode_rate = rows / step_times.seconds(rows, 0, rows * CONTEXT_TOKENS)
+            decode_rates.append(f"{significant(decode_rate)} with {rows}")
         lines.append(
-            f"{one.model.name} {one.weight_format} on {one.backend}: prompts {prompt} tokens/s, "
-            f"decode tokens/s by streams: {decode} (steps within {one.step_times.error or 0.0:.0%})"
+            f"{model.model.name} {model.weight_format} on {model.backend}: "
+            f"prompts {significant(prompt_rate)} tokens/s, "
+            f"decode tokens/s by streams: {', '.join(decode_rates)} "
+            f"(steps within {step_times.error or 0.0:.0%})"
         )
-    if found.taken_share is not None and found.taken_share > 0.03:
+    taken_share = machine_file.taken_share
+    if taken_share is not None and taken_share > MAX_TAKEN_SHARE:
         lines.append(
-            f"warning: other processes took up to {found.taken_share:.0%} of the CPU time that the "
+            f"warning: other processes took up to {taken_share:.0%} of the CPU time that the "
             "engine needed, so its steps are faster on an idle machine. Calibrate again then."
         )
     return lines

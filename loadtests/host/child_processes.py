@@ -1,4 +1,4 @@
-"""Child processes of the runner: on given cores, with a log, ended with their parent.
+"""Child processes of the runner: they run on given cores, write a log and end with their parent.
 
 with Child(["locust", ...], cores=layout.client, log=path) as child:
     child.wait(60)
@@ -23,10 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child:
-    """One running program. Leaving the `with` block ends it and everything that it started.
-
-    Without a log it writes where this process does.
-    """
+    """One running program. Leaving the `with` block ends it and everything that it started."""
 
     def __init__(
         self,
@@ -37,12 +34,22 @@ class Child:
         urgent: bool = False,
         **options: Any,
     ) -> None:
-        """`urgent`: before anybody else on its cores, where possible. `options`: start_python's."""
+        """Start the program.
+
+        `cores`: logical CPUs; (): all. `log`: file for its output; None: the output of this
+        process. `urgent`: it runs before other processes on its cores, if the kernel allows that.
+        `options`: those of start_python.
+        """
         self.log = log
-        bound = [str(os.getpid()), ",".join(map(str, cores)) or "-", str(int(urgent))]
         with open(log, "ab") if log is not None else contextlib.nullcontext() as output:
             self._process = start_python(
-                *("-I", "-S", str(DIE_WITH_PARENT), *bound, *command),
+                "-I",
+                "-S",
+                str(DIE_WITH_PARENT),
+                str(os.getpid()),
+                ",".join(map(str, cores)) or "-",
+                str(int(urgent)),
+                *command,
                 secrets=True,  # a server's token of the hub, a load generator's key
                 stdout=output,
                 stderr=None if log is None else subprocess.STDOUT,
@@ -51,36 +58,39 @@ class Child:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status; None while it runs."""
+        """Return the exit status; None: it runs."""
         return self._process.poll()
 
     def wait(self, timeout_seconds: float) -> int | None:
-        """The exit status, or None when it still runs after `timeout_seconds`."""
+        """Return the exit status; None: it still runs after `timeout_seconds`."""
         try:
             return self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """SIGTERM, and SIGKILL to the whole group when that did not do."""
+        """Send SIGTERM, wait, and then send SIGKILL to it and to all processes that it left
+        behind."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             self.wait(timeout_seconds)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # also what it left behind
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def how_it_ended(self) -> str:
-        """For messages: exit status or signal, and the last line it printed that says why."""
+        """Return exit status or signal, and the last line of its log, as a phrase for messages."""
         status = self.poll()
         if status is None:
             return "still running"
         how = f"exit status {status}"
         if status < 0:
             how = f"killed by signal {-status} ({signal.Signals(-status).name})"
-        words = "" if self.log is None else last_line(self.log)
-        if self.log is not None and words.startswith("stopped"):  # a server of ours, in order
+        if self.log is None:
+            return how
+        words = last_line(self.log)
+        if words.startswith("stopped"):  # a Crossover server said before that why it gave up
             words = last_line(self.log, "giving up: ") or words
         return f"{how}: {words}" if words else how
 
@@ -92,16 +102,20 @@ class Child:
 
 
 def last_line(log: Path, start: str = "") -> str:
-    """The last line of a log that begins so and is not empty; "" where there is none."""
+    """Return the last line of a log that starts with `start` and is not blank; "": there is
+    none."""
     lines = read_text(log)[-4096:].split("\n")
-    kept = (line.strip() for line in reversed(lines) if line.startswith(start))
-    return next(filter(None, kept), "")
+    for line in reversed(lines):
+        if line.startswith(start) and line.strip():
+            return line.strip()
+    return ""
 
 
 def ignore_signals() -> None:
     """Ignore the signals that end a measurement.
 
-    A second exception would break off what the first one's handlers end and write down.
+    Once it is ending, a second exception would interrupt the handlers that stop processes and
+    record the interruption.
     """
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)

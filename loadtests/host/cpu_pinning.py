@@ -1,4 +1,4 @@
-"""Who runs on which cores: engine, API and load generator beside each other on one machine.
+"""Divides the cores of one machine among engine, API and load generator.
 
 divide_cores((0, 1))                       # all share 0 and 1; the engine has the lowest priority
 divide_cores((0, 1, 2, 3), engine_cores=2)   # the engine on 0 and 1, the API on 2, the client on 3
@@ -13,13 +13,13 @@ from crossover.serving.hardware.cpu_topology import SHARED_CORES, physical_of
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Who runs where. `engine_threads`: one for each physical core of `engine` within the quota."""
+    """The logical cores of each process."""
 
     engine: tuple[int, ...]
     api: tuple[int, ...]
-    client: tuple[int, ...]
-    engine_threads: int
-    shared: tuple[str, ...] = ()  # what shares cores: named warnings for the report
+    client: tuple[int, ...]  # the load generator
+    engine_threads: int  # one for each physical core of the engine, within the CPU quota
+    shared: tuple[str, ...] = ()  # which processes share cores, as phrases for the report
 
 
 def divide_cores(

@@ -1,12 +1,13 @@
-"""Reads who took CPU time from the engine: steal, run-queue delay, other processes, quota.
+"""Reads how much CPU time was taken from the engine, and by whom: steal, run-queue delay, other
+processes, quota.
 
     watch = CoreWatch(lambda: engine_pids(server), runner_pid)
-    watch.read()                              # None: sets the mark that the next one counts from
-    parts = [watch.read(), watch.read()]      # CoresSample, whenever one likes
+    watch.read()                              # None: the first call only reads the counters
+    watch.read()                              # a CoresSample of the time since the last call
 
-A run-queue delay is the time that a thread was ready to run and had no core
-(/proc/PID/task/TID/schedstat, second number). All counters are differences, so readings of any
-length may be summed. crossover.loadtests.levels.disturbance says what they mean.
+Run-queue delay is the time for which a thread was ready to run and had no core
+(/proc/PID/task/TID/schedstat, second number). All values are differences of counters, so the
+samples of a longer time may be added. crossover.loadtests.levels.disturbance interprets them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from crossover.loadtests.records.resource_sample import CoresSample, OtherProces
 from crossover.models.machine_limits import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-Threads = dict[tuple[int, int], tuple[float, float, int]]
 
 
 class Process(NamedTuple):
@@ -33,48 +33,76 @@ class Process(NamedTuple):
 
     name: str
     parent: int
-    cpu_seconds: float  # user and system, of all threads, ended ones included
-    started: int  # clock ticks since boot: tells processes with the same number apart
+    cpu_seconds: float  # user and system, of all threads, including those that ended
+    start_ticks: int  # clock ticks since boot; distinguishes processes with the same id
     core: int  # that its main thread ran on last
+
+
+class Thread(NamedTuple):
+    """The scheduler's counters of one thread."""
+
+    work_seconds: float  # that it ran
+    stalled_seconds: float  # that it was ready to run and had no core
+    turns: int  # time slices
+
+
+class Core(NamedTuple):
+    """The kernel's counters of one logical core."""
+
+    busy_seconds: float  # in which processes ran
+    stolen_seconds: float  # taken by the hypervisor
+
+
+Threads = dict[tuple[int, int], Thread]  # (process id, thread id) -> counters
 
 
 class _Reading(NamedTuple):
     """All counters at one moment."""
 
-    at: float
-    subject: set[int]
-    ours: set[int]  # the subject among them
-    cores: dict[int, tuple[float, float]]
-    threads: Threads
-    processes: dict[int, Process]
-    throttled: float | None
+    at: float  # seconds, monotonic
+    engine: set[int]  # process ids
+    crossover: set[int]  # process ids of the runner, its descendants and the engine
+    cores: dict[int, Core]  # those that the engine may use
+    threads: Threads  # of the engine
+    processes: dict[int, Process]  # all of the machine
+    throttled_seconds: float | None
 
 
 class CoreWatch:
-    """Reads the cores that a subject may run on. `runner`: all below it is ours."""
+    """Reads the cores that the engine may use."""
 
-    def __init__(self, subject: Callable[[], list[int]], runner: int) -> None:
-        self._subject, self._runner = subject, runner
-        self._before: _Reading | None = None
+    def __init__(self, engine_pids: Callable[[], list[int]], runner: int) -> None:
+        """`engine_pids`: returns the engine's process ids. `runner`: the process id of the runner,
+        which all other processes of Crossover descend from."""
+        self._engine_pids = engine_pids
+        self._runner = runner
+        self._previous: _Reading | None = None
 
     def read(self) -> CoresSample | None:
-        """Since the last call; None at the first, without a subject, and where nothing is told."""
-        before, now = self._before, self._look()
-        self._before = now
-        if before is None or now is None or before.cores.keys() != now.cores.keys():
+        """Return what happened since the last call. None: it is the first call, the engine does not
+        run or may use other cores now, or the system does not report it."""
+        previous, now = self._previous, self._read_counters()
+        self._previous = now
+        if previous is None or now is None or previous.cores.keys() != now.cores.keys():
             return None
-        return _between(before, now)
+        return _between(previous, now)
 
-    def _look(self) -> _Reading | None:
-        at, pids = time.monotonic(), self._subject()
+    def _read_counters(self) -> _Reading | None:
+        at, pids = time.monotonic(), self._engine_pids()
         try:
             cores = core_counters(os.sched_getaffinity(pids[0]))
-        except (IndexError, AttributeError, OSError):  # there is none, it has just ended, not told
+        except (IndexError, AttributeError, OSError):  # no engine, not reported, it has just ended
             return None
-        seen = processes()
-        ours = {*pids, *_below(self._runner, seen)}
-        throttled = throttled_seconds(pids[0])
-        return _Reading(at, {*pids}, ours, cores, threads(pids), seen, throttled)
+        all_processes = processes()
+        return _Reading(
+            at=at,
+            engine={*pids},
+            crossover={*pids, *_descendants(self._runner, all_processes)},
+            cores=cores,
+            threads=threads(pids),
+            processes=all_processes,
+            throttled_seconds=throttled_seconds(pids[0]),
+        )
 
 
 def _between(before: _Reading, now: _Reading) -> CoresSample:
@@ -82,110 +110,130 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
 
     A process or thread that started in between counts with everything that it has used.
     """
-    seconds, throttled = now.at - before.at, None
-    # A process number may be given again: the start time tells two processes apart.
+    seconds = now.at - before.at
+    # The same process id may be given to another process; their start times differ.
     cpu_before = {
-        (pid, process.started): process.cpu_seconds for pid, process in before.processes.items()
+        (pid, process.start_ticks): process.cpu_seconds for pid, process in before.processes.items()
     }
-    cpu_seconds: dict[int, float] = {}  # by process number, between the readings
+    cpu_seconds: dict[int, float] = {}  # by process id, between the readings
     on_engine_cores: set[int] = set()  # processes that ran last on one of the engine's cores
     for pid, process in now.processes.items():
-        cpu_seconds[pid] = process.cpu_seconds - cpu_before.get((pid, process.started), 0.0)
+        cpu_seconds[pid] = process.cpu_seconds - cpu_before.get((pid, process.start_ticks), 0.0)
         if process.core in now.cores:
             on_engine_cores.add(pid)
-    engine_seconds = sum(cpu_seconds[pid] for pid in now.subject & cpu_seconds.keys())
-    our_other_pids = on_engine_cores & now.ours - now.subject  # load generator, API, runner
-    ours_seconds = sum(cpu_seconds[pid] for pid in our_other_pids)
-    busy_and_stolen = [tuple(map(sub, now.cores[core], before.cores[core])) for core in now.cores]
+    engine_seconds = sum(cpu_seconds[pid] for pid in now.engine & cpu_seconds.keys())
+    # Crossover's load generator, API and runner.
+    crossover_others = on_engine_cores & now.crossover - now.engine
+    crossover_seconds = sum(cpu_seconds[pid] for pid in crossover_others)
+    core_differences = [Core(*map(sub, now.cores[core], before.cores[core])) for core in now.cores]
+    busy_seconds = sum(core.busy_seconds for core in core_differences)
     other_processes = [
         OtherProcess(now.processes[pid].name, pid, round(cpu_seconds[pid], 4))
-        for pid in on_engine_cores - now.ours
+        for pid in on_engine_cores - now.crossover
     ]
-    if before.throttled is not None and now.throttled is not None:
-        # Counted for each core: together they cannot stop the engine for longer than there was.
-        throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
-    new_thread = (0.0, 0.0, 0)
-    differences = [
-        map(sub, counters, before.threads.get(thread, new_thread))
-        for thread, counters in now.threads.items()
-    ]
-    # Of the thread with the most of each: seconds at work, seconds in a run queue, turns on a core.
-    work_seconds, stalled_seconds, turns = [
-        max(0, *column) for column in zip(*differences, strict=True)
-    ] or [None, None, None]
+    throttled = None
+    if before.throttled_seconds is not None and now.throttled_seconds is not None:
+        # The counter is a sum over cores, but the engine is not stopped for longer than `seconds`.
+        difference = now.throttled_seconds - before.throttled_seconds
+        throttled = round(min(max(0.0, difference), seconds), 4)
+    work_seconds, stalled_seconds, turns = _largest_differences(before.threads, now.threads)
     return CoresSample(
         seconds=round(seconds, 4),
         busy_seconds=round(engine_seconds, 4),
         work_seconds=work_seconds,
         stalled_seconds=stalled_seconds,
-        turns=None if turns is None else round(turns),
-        ours_seconds=round(ours_seconds, 4),
-        other_processes_seconds=round(
-            sum(busy for busy, _ in busy_and_stolen) - engine_seconds - ours_seconds, 4
-        ),
-        steal_seconds=round(max(stolen for _, stolen in busy_and_stolen), 4),
+        turns=turns,
+        ours_seconds=round(crossover_seconds, 4),
+        other_processes_seconds=round(busy_seconds - engine_seconds - crossover_seconds, 4),
+        steal_seconds=round(max(core.stolen_seconds for core in core_differences), 4),
         throttled_seconds=throttled,
         other_processes=busiest(process for process in other_processes if process.cpu_seconds > 0),
     )
 
 
-def _below(top_pid: int, seen: dict[int, Process]) -> list[int]:
-    """A process and all that it started."""
+def _largest_differences(
+    before: Threads, now: Threads
+) -> tuple[float | None, float | None, int | None]:
+    """Return the largest difference of each counter of Thread, over all threads; None: there are no
+    counters."""
+    if not now:
+        return None, None, None
+    unused = Thread(0.0, 0.0, 0)
+    differences = [
+        Thread(*map(sub, counters, before.get(thread, unused))) for thread, counters in now.items()
+    ]
+    return (
+        max(0, *(thread.work_seconds for thread in differences)),
+        max(0, *(thread.stalled_seconds for thread in differences)),
+        max(0, *(thread.turns for thread in differences)),
+    )
+
+
+def _descendants(top_pid: int, all_processes: dict[int, Process]) -> list[int]:
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
-    for pid, one in seen.items():
-        children.setdefault(one.parent, []).append(pid)
-    found = [top_pid]
-    for pid in found:  # grows while it is walked
-        found += children.get(pid, ())
-    return found
+    for pid, process in all_processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    pids = [top_pid]
+    for pid in pids:  # the list grows during the iteration
+        pids += children.get(pid, ())
+    return pids
 
 
 def processes() -> dict[int, Process]:
-    """All processes that are there, by number. psutil takes four times as long."""
+    """Return all processes of the machine by process id. psutil takes four times as long."""
     found: dict[int, Process] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
             with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
                 found[int(pid)] = process_of(file.read(4096))
     return found
 
 
 def process_of(line: bytes) -> Process:
-    """A line of /proc/PID/stat; the name in brackets may hold anything, also brackets."""
+    """Parse a line of /proc/PID/stat (proc_pid_stat(5)). The name is in parentheses, and may
+    contain any characters, also parentheses."""
     name = line[line.index(b"(") + 1 : line.rindex(b")")].decode(errors="replace")
-    fields = line[line.rindex(b")") + 2 :].split()
-    used = int(fields[11]) + int(fields[12])
-    return Process(name, int(fields[1]), used / TICKS_PER_SECOND, int(fields[19]), int(fields[36]))
+    fields = line[line.rindex(b")") + 2 :].split()  # from the third field of the manual page on
+    user_ticks, system_ticks = int(fields[11]), int(fields[12])
+    return Process(
+        name=name,
+        parent=int(fields[1]),
+        cpu_seconds=(user_ticks + system_ticks) / TICKS_PER_SECOND,
+        start_ticks=int(fields[19]),
+        core=int(fields[36]),
+    )
 
 
 def threads(pids: Iterable[int]) -> Threads:
-    """(process, thread) -> seconds it ran, seconds it was ready and had no core, turns on a core.
-
-    Empty: this kernel does not tell.
-    """
+    """Return the counters of all threads of some processes; {}: this kernel does not report
+    them."""
     found: Threads = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{pid}/task"):
+            for thread_id in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError, ValueError):
-                    with open(f"/proc/{pid}/task/{name}/schedstat", "rb", buffering=0) as file:
-                        ran, waited, turns = map(int, file.read(256).split())
-                    found[pid, int(name)] = ran * 1e-9, waited * 1e-9, turns
+                    path = f"/proc/{pid}/task/{thread_id}/schedstat"
+                    with open(path, "rb", buffering=0) as file:
+                        ran_ns, waited_ns, turns = map(int, file.read(256).split())
+                    found[pid, int(thread_id)] = Thread(ran_ns * 1e-9, waited_ns * 1e-9, turns)
     return found
 
 
-def core_counters(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
-    """Core -> seconds in which processes ran, seconds stolen. Raises IndexError, AttributeError."""
-    told = psutil.cpu_times(percpu=True)
-    each = {core: told[core] for core in cores}
-    return {core: (one.user + one.nice + one.system, one.steal) for core, one in each.items()}
+def core_counters(cores: Iterable[int]) -> dict[int, Core]:
+    """Return the counters of some logical cores. Raises IndexError for a core that does not exist,
+    AttributeError if the system does not report steal time."""
+    all_times = psutil.cpu_times(percpu=True)
+    times = {core: all_times[core] for core in cores}
+    return {core: Core(t.user + t.nice + t.system, t.steal) for core, t in times.items()}
 
 
 def throttled_seconds(pid: int, root: Path = ROOT) -> float | None:
-    """Return the seconds for which CPU quotas of a process's control groups have held cores back.
+    """Return the seconds for which CPU quotas have stopped a process, summed over cores.
 
-    None: not told. A limit may stand on any group above its own; the longest counts. Version 2
-    counts microseconds (throttled_usec), version 1 nanoseconds (throttled_time).
+    A quota may be set on the process's control group or any group above it; the largest value
+    counts. Version 2 of control groups counts microseconds (throttled_usec), version 1 nanoseconds
+    (throttled_time). None: not reported.
     """
     groups = [*cgroup_folders(root, pid), *cgroup_folders(root, pid, controller="cpu")]
     stats = [sizes(read_text(group / "cpu.stat"), 1) for group in groups]

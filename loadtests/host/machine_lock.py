@@ -1,9 +1,10 @@
-"""One measurement at a time on one machine: two would disturb each other.
+"""A lock that allows one measurement at a time on one machine, since two would disturb each other.
 
     with machine_lock("runs/2026-05-28-demo"):
-        ...                            # MachineBusy for the second, naming the first
+        ...                            # a second one gets MachineBusy, which names the first
 
-A file lock in $XDG_RUNTIME_DIR, else /tmp: it ends with the process, however that ends.
+It is a file lock in $XDG_RUNTIME_DIR, or in /tmp, and is released when the process ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from crossover.models.errors import printable
 
 
 def lock_file() -> Path:
+    """Return the path of the lock of this machine and user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "crossover-measuring.lock"
@@ -31,9 +33,9 @@ def lock_file() -> Path:
 
 @contextlib.contextmanager
 def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
-    """Hold the lock for the block. Raises MachineBusy when another process has it.
+    """Hold the lock during the block. Raises MachineBusy if another process has it.
 
-    `what`: the measurement, for whoever is refused meanwhile.
+    `what`: the measurement, for the message of others that are refused meanwhile.
     """
     path = file or lock_file()
     try:

@@ -1,9 +1,10 @@
-"""A kernel timer (timerfd) as a file descriptor, for any event loop.
+"""A kernel timer as a file descriptor, for any event loop (timerfd_create(2)).
 
     alarm = Alarm()
     alarm.set(clock() + 0.0123)      # alarm.fd becomes readable then, some 50 us late
 
-Event loops round their own timers to milliseconds, which would be most of a TTFT's error.
+The timers of event loops are rounded to milliseconds, which would be most of the error of a
+measured TTFT.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ from __future__ import annotations
 import ctypes
 import os
 
-_CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
+_CLOCK_MONOTONIC = 1
+_TFD_TIMER_ABSTIME = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Alarm:
-    """One alarm. Setting it again replaces the last setting, whether or not it has fired."""
+    """One timer. Setting it again replaces the earlier setting, whether or not it has expired."""
 
     def __init__(self) -> None:
         self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "no timer (timerfd_create)")
-        # struct itimerspec: an interval (not used), and when; each in seconds and nanoseconds
+        # struct itimerspec: seconds and nanoseconds of an interval, which is not used, and of the
+        # time of expiration.
         self._spec = (ctypes.c_long * 4)()
         self._address = ctypes.byref(self._spec)
 
     def set(self, moment: float) -> None:
-        """Ring at `moment` on time.perf_counter (CLOCK_MONOTONIC); at once where that is past."""
-        whole = int(moment)
-        self._spec[2] = whole
-        self._spec[3] = max(1, int((moment - whole) * 1e9))  # all zero would mean never
-        if _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None) != 0:
+        """Expire at `moment` on time.perf_counter (CLOCK_MONOTONIC), or at once if that is past."""
+        seconds = int(moment)
+        self._spec[2] = seconds
+        self._spec[3] = max(1, int((moment - seconds) * 1e9))  # zero would disarm the timer
+        if _libc.timerfd_settime(self.fd, _TFD_TIMER_ABSTIME, self._address, None) != 0:
             raise OSError(ctypes.get_errno(), "the timer cannot be set")
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""What load costs, once a second beside it: memory, swap, GPU, watts, and who else had the cores.
+"""Samples the machine's resources once a second during a load: memory, swap, GPU, power, and who
+else used the engine's cores.
 
-    with Sampler("cell", folder.sample, server=server_pid) as sampler:
-        sampler.level = "cell#3.1"       # samples carry it until it is None again
+    with Sampler("cell", run_folder.append_sample, server=server_pid) as sampler:
+        sampler.level = "cell#3.1"       # samples from now on are of this level
         ...
         sampler.level = None             # returns when all samples of the level are handed over
-        sampler.cores                    # CoresSample of the level, from its begin to its end
+        sampler.cores                    # list of CoresSample, from the level's start to its end
 
-A thread samples. What a machine does not tell is None. CPU is the difference of kernel counters, so
-nothing that ran between two samples is missed.
+A thread takes the samples. What a machine does not report is None. CPU times are differences of
+kernel counters, so that nothing that ran between two samples is missed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from crossover.serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0
 RAPL = Path("/sys/class/powercap")
-# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
-THROTTLES = {0x4: "power cap", 0x60: "thermal", 0x98: "hardware slowdown"}
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that lower a clock, except idling.
+THROTTLE_REASONS = {0x4: "power cap", 0x60: "thermal", 0x98: "hardware slowdown"}
 
 
 class Sampler:
-    """Samples until its `with` block ends. `sink` takes each sample, in a thread of ours."""
+    """Takes samples until its `with` block ends, and calls `sink` with each, in its own thread."""
 
     def __init__(
         self,
@@ -43,66 +44,70 @@ class Sampler:
         sink: Callable[[ResourceSample], None],
         *,
         server: int | None = None,
-        is_ours: bool = True,
+        is_crossover: bool = True,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
-        """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
-        its engine is a child; else it and all below it are the engine.
+        """`server`: process id of the server; None: it runs on another machine. `is_crossover`: its
+        engine is a child process of it; otherwise the server and all its descendants count as the
+        engine.
         """
-        self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
-        self.failure: Exception | None = None
+        self.cores: list[CoresSample] = []  # of the level: one per sample, and one at its end
+        self.failure: Exception | None = None  # why no samples are taken any more
         self._cell = cell
         self._sink = sink
-        self._server, self._is_ours = server, is_ours
+        self._server = server
+        self._is_crossover = is_crossover
         self._interval_seconds = interval_seconds
-        self._watch = CoreWatch(self._subject, os.getpid())
-        self._gpu, self._rapl = Gpu(), Rapl()
+        self._watch = CoreWatch(self._engine_pids, os.getpid())
+        self._gpu = Gpu()
+        self._rapl = Rapl()
         self._level: str | None = None
-        self._lock = threading.Lock()  # of a sample, or of a level's begin or end
-        self._over = threading.Event()
+        self._lock = threading.Lock()  # held during a sample, and at a level's start and end
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
 
     def __enter__(self) -> Sampler:
-        self._sample()  # nothing is measured before it looks
+        self._sample()  # so that the differences of the next one are known
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._is_closed.set()
         self._thread.join(5)
 
     @property
     def level(self) -> str | None:
+        """Name of the level that runs now; None: none."""
         return self._level
 
     @level.setter
     def level(self, name: str | None) -> None:
         with self._lock:
-            # the rest of the level that ends, or the mark that one which begins counts from
-            rest = self._watch.read()
-            if self._level is not None and rest is not None:
-                self.cores.append(rest)
+            # The counters are read at the start of a level too, where its differences begin.
+            since_last_sample = self._watch.read()
+            if self._level is not None and since_last_sample is not None:
+                self.cores.append(since_last_sample)
             if name is not None:
                 self.cores = []
             self._level = name
 
-    def _subject(self) -> list[int]:
-        """Whose cores are watched: the engine's; nobody's where it is not ours to see."""
+    def _engine_pids(self) -> list[int]:
+        """Return the engine's processes; [] if they cannot be seen."""
         if self._server is None:
             return []
-        return engine_pids(self._server) if self._is_ours else family(self._server)
+        return engine_pids(self._server) if self._is_crossover else family(self._server)
 
     def _sample(self) -> None:
         with self._lock:
             cores = self._watch.read()
             if self._level is not None and cores is not None:
                 self.cores.append(cores)
-            found: dict[str, Any] = {}
+            server_fields: dict[str, Any] = {}
             if self._server is not None:
-                engine = self._subject()
-                found = self._gpu.read(engine)
-                found["cpu_watts"] = self._rapl.read()
-                found["engine"] = _memory_of(engine)
+                pids = self._engine_pids()
+                server_fields = self._gpu.read(pids)
+                server_fields["cpu_watts"] = self._rapl.read()
+                server_fields["engine"] = _memory_of(pids)
             self._sink(
                 ResourceSample(
                     cell=self._cell,
@@ -110,29 +115,29 @@ class Sampler:
                     unix_seconds=round(time.time(), 3),
                     swap_used_bytes=psutil.swap_memory().used,
                     cores=cores,
-                    **found,
+                    **server_fields,
                 )
             )
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(self._interval_seconds):
+            while not self._is_closed.wait(self._interval_seconds):
                 self._sample()
-        except Exception as problem:  # a full disk: the runner asks between levels
+        except Exception as problem:  # such as a full disk; the runner checks `failure`
             self.failure = problem
 
 
 def _memory_of(pids: Sequence[int]) -> ProcessSample | None:
-    """Of some processes that are one to us; None: none is there."""
-    found = []
+    """Return the memory of some processes together; None: none of them exists."""
+    rss_bytes = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found.append(psutil.Process(pid).memory_info().rss)
-    return ProcessSample(rss_bytes=sum(found)) if found else None
+            rss_bytes.append(psutil.Process(pid).memory_info().rss)
+    return ProcessSample(rss_bytes=sum(rss_bytes)) if rss_bytes else None
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that it started, itself first; empty when it is gone."""
+    """Return a process and all its descendants, itself first; [] if it does not exist."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.Error:
@@ -140,30 +145,29 @@ def family(pid: int) -> list[int]:
 
 
 def engine_pids(server: int) -> list[int]:
-    """The engine children below a server process of ours."""
-    found = []
+    """Return the engine processes of a Crossover server."""
+    pids = []
     for pid in family(server)[1:]:
         with contextlib.suppress(psutil.Error):
-            if any(
-                part.startswith("crossover.serving.engine.")
-                for part in psutil.Process(pid).cmdline()
-            ):
-                found.append(pid)
-    return found
+            command = psutil.Process(pid).cmdline()
+            if any(word.startswith("crossover.serving.engine.") for word in command):
+                pids.append(pid)
+    return pids
 
 
 def visible_devices(pid: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of a process, which is a GPU's UUID for our engines; None: it is
-    not set, or cannot be read."""
+    """Return CUDA_VISIBLE_DEVICES of a process, which is a GPU's UUID for Crossover's engines;
+    None: it is not set, or cannot be read."""
     value: str | None = tell(lambda: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"])
     return value
 
 
 class Gpu:
-    """The engine's NVIDIA GPU by NVML: what its driver does not tell is None.
+    """Reads the engine's NVIDIA GPU through NVML. What the driver does not report is None.
 
-    Drivers and CUDA count GPUs differently, so the one that is read is that whose UUID the engine
-    was given, else the first. Power is a mean of about a second; the energy counter has no gaps.
+    NVML and CUDA number GPUs differently, so the GPU is found by the UUID in the engine's
+    environment; without one, the first GPU is read. The power is a mean over about a second; the
+    energy counter has no gaps.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -188,7 +192,7 @@ class Gpu:
 
         def throttled() -> list[str]:
             reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-            return [name for bits, name in THROTTLES.items() if reasons & bits]
+            return [name for bits, name in THROTTLE_REASONS.items() if reasons & bits]
 
         return {
             "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, gpu).used)),
@@ -199,17 +203,18 @@ class Gpu:
 
 
 class Rapl:
-    """Watts of all CPU packages, from energy counters."""
+    """Reads the power of all CPU packages, in watts, from their energy counters."""
 
     def __init__(self, root: Path = RAPL, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # intel-rapl:0 is a package, intel-rapl:0:1 a part of it; psys holds the packages once more
+        # intel-rapl:0 is a package, and intel-rapl:0:1 a part of it. psys is the whole system,
+        # which includes the packages.
         self._packages = [
             path
             for path in sorted(root.glob("intel-rapl:*"))
             if path.name.count(":") == 1 and read_text(path / "name").strip() != "psys"
         ]
-        self._before: tuple[float, list[float]] | None = None
+        self._previous: tuple[float, list[float]] | None = None  # seconds, joules of each package
 
     def read(self) -> float | None:
         """Return the mean watts since the last call. None: it is the first call, there are no
@@ -218,8 +223,10 @@ class Rapl:
             joules = [int((path / "energy_uj").read_text()) / 1e6 for path in self._packages]
         except (OSError, ValueError):
             return None
-        before, self._before = self._before, (self._clock(), joules)
-        if not joules or before is None:
+        now = self._clock()
+        previous, self._previous = self._previous, (now, joules)
+        if not joules or previous is None:
             return None
-        used = [new - old for new, old in zip(joules, before[1], strict=True)]
-        return None if min(used) < 0 else round(sum(used) / (self._before[0] - before[0]), 3)
+        previous_time, previous_joules = previous
+        used = [new - old for new, old in zip(joules, previous_joules, strict=True)]
+        return None if min(used) < 0 else round(sum(used) / (now - previous_time), 3)

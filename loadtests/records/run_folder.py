@@ -161,7 +161,8 @@ class RunFolder(RunRecords):
             self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
         except OSError as problem:
             raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
-        self.sample, self.request = self._samples.append, self._requests.append
+        self.append_sample = self._samples.append
+        self.append_request = self._requests.append
         super().__init__(folder)
 
     @classmethod
@@ -179,20 +180,20 @@ class RunFolder(RunRecords):
             raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
         return cls(folder)
 
-    def event(self, event: E) -> E:
+    def append_event(self, event: E) -> E:
         """Write an event to the journal, append it to `events`, and return it."""
         self._events.append(event)
         self.events.append(event)
         return event
 
-    def finish(self, level: LevelFinished) -> None:
+    def finish_level(self, level: LevelFinished) -> None:
         """Write that a level has finished. Its requests and samples have been written before.
 
         Returns when everything is on disk, so that a finished level survives a power failure.
         """
         self._requests.sync()
         self._samples.sync()
-        self.event(level)
+        self.append_event(level)
         self._events.sync()
 
     def close(self) -> None:

@@ -261,7 +261,7 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
             "step_times": calibration.step_times,
             "policy": SETTINGS,
             "workload": WORKLOAD,
-            "least_seconds": LIMIT_SECONDS,
+            "min_level_seconds": LIMIT_SECONDS,
         }
         result = estimate([unloaded], SLO, **server)
         result = msgspec.structs.replace(result, reason=calibration.reason or result.reason)

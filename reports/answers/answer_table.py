@@ -197,7 +197,9 @@ def _confirmed_cell(cell: CellData, slo: Slo) -> TableCell:
         return TableCell(text=text, detail=cell.reason)
     if capacity.is_confirmed:
         text = formatting.rate(capacity.confirmed_rate, rounded="down", like=cell.like)
-        return TableCell(text=text, grade="confirmed", detail=capacity_text.held_words(capacity))
+        return TableCell(
+            text=text, grade="confirmed", detail=capacity_text.evidence_words(capacity)
+        )
     if capacity.state == "misses_slo_unloaded":
         return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
     details = [capacity.reason] if capacity.reason else []

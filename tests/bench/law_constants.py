@@ -205,10 +205,10 @@ def figures(path: Path) -> list[dict[str, Any]]:
             if level.counted.sum() < 40 or not any(is_near(each, cell.slo, 40) for each in others):
                 continue
             factors = {"steps": level_factor(step_times, level, cell.policy)}
-            least = step_observation.MIN_COVERED
-            step_observation.MIN_COVERED = 2.0  # never: by TPOT
+            least = step_observation.MIN_COVERED_SHARE
+            step_observation.MIN_COVERED_SHARE = 2.0  # never: by TPOT
             factors["tpot"] = level_factor(step_times, level, cell.policy)
-            step_observation.MIN_COVERED = least
+            step_observation.MIN_COVERED_SHARE = least
             by_others, _ = of(good_factor(cell, step_times, others))
             row: dict[str, Any] = {"rate": level.rate, "n": int(level.counted.sum())}
             row |= {"truth": by_others, "taken": taken}

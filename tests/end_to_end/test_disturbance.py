@@ -82,7 +82,7 @@ def measure(out: Path, wait_seconds: float, hardware: str = "") -> tuple[Path, s
     said = StringIO()
     text = CAMPAIGN.format(wait=wait_seconds, hardware=hardware)
     plan = parse_campaign(text)
-    with Progress(said, plain_every_seconds=0.5) as progress:
+    with Progress(said, log_interval_seconds=0.5) as progress:
         return run(plan, out, progress), said.getvalue()
 
 

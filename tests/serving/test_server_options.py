@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from crossover.loadtests.campaign.campaign_file import Server as CampaignServer
+from crossover.loadtests.campaign.campaign_file import ServerSettings
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.cli.serve_command import serve
 from crossover.serving.errors import ServingError, Unsupported
@@ -82,7 +82,7 @@ def test_every_option_of_a_model_is_set_by_a_models_file(
 def test_a_campaigns_server_table_has_the_options_of_a_model_and_their_defaults() -> None:
     theirs = {
         {"step_seconds": "step_seconds_target"}.get(field.name, field.name): field.default
-        for field in msgspec.structs.fields(CampaignServer)
+        for field in msgspec.structs.fields(ServerSettings)
     }
     ours = {field.name: field.default for field in msgspec.structs.fields(ServeOptions)}
     assert {*SharedOptions.__struct_fields__} - NOT_IN_A_CAMPAIGN <= theirs.keys()

@@ -37,7 +37,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from crossover.loadtests.host.die_with_parent import be_urgent
+from crossover.loadtests.host.die_with_parent import raise_priority
 from crossover.models.model_ladder import is_ladder_model, ladder_model
 from crossover.models.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
@@ -254,7 +254,7 @@ def client_on(cores: Sequence[int]) -> Iterator[None]:
     """
     before = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
     os.sched_setaffinity(0, cores)
-    be_urgent()
+    raise_priority()
     try:
         yield
     finally:

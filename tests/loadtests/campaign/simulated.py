@@ -23,7 +23,7 @@ import pytest
 
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
-from crossover.loadtests.campaign.level_runner import LevelSpec, ServerBench, judged
+from crossover.loadtests.campaign.level_runner import LevelSpec, ServerBench, judge_level
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.errors import LevelInterrupted
@@ -83,7 +83,7 @@ def campaign(
 def with_experts(plan: Plan, spec: ModelSpec) -> Plan:
     """The plan of one cell, of a mixture of experts in place of its model."""
     (cell,) = plan.cells
-    identity = msgspec.structs.replace(cell.known, name=spec.name, kind="gguf", spec=spec)
+    identity = msgspec.structs.replace(cell.model_identity, name=spec.name, kind="gguf", spec=spec)
     cell = msgspec.structs.replace(cell, model=spec.name, identity=identity)
     return Plan(plan.campaign, [cell], plan.text)
 
@@ -141,18 +141,18 @@ class Simulated:
 
     def run(self, plan: Plan, out: Path) -> Path:
         progress = Progress(self.said)
-        return run(plan, out, progress, command=["test"], world=self.world)
+        return run(plan, out, progress, command=["test"], dependencies=self.world)
 
     def resume(self, folder: Path, *, confirm: bool = False) -> Path:
         progress = Progress(self.said)
-        return resume(folder, progress, confirm=confirm, world=self.world)
+        return resume(folder, progress, confirm=confirm, dependencies=self.world)
 
     @contextlib.contextmanager
     def open(self, state: CellState) -> Iterator[Bench]:
         self.opened.append(state.key)
         self.opening(state)
         self.now += 5.0
-        state.event(CellReady(cell=state.key, url="simulated"))
+        state.record(CellReady(cell=state.key, url="simulated"))
         yield Bench(self, state)
 
     def server(self, seed: int, start: int = 1) -> Serves:
@@ -203,7 +203,7 @@ class Bench(ServerBench):
             seed=asked.seed,
             started_unix_seconds=1e9 + world.now,
         )
-        state.event(started)
+        state.record(started)
         records = self._records(asked)
         last = max([0.0, *(one.ended_seconds or 0.0 for one in records)])
         seconds = asked.warmup_seconds + asked.window_seconds
@@ -211,14 +211,14 @@ class Bench(ServerBench):
         if asked.rate is None:
             seconds = window = max(last, 1e-3)
         for record in records[: len(records) // 2]:
-            state.run.request(record)
+            state.run.append_request(record)
         began, world.now = world.now, world.now + max(seconds, last) + OVERHEAD_SECONDS
         world.fate(state, asked)  # half of the requests are on record
         rows = LevelRows()
         for index, record in enumerate(records):
             rows.add(record)
             if index >= len(records) // 2:
-                state.run.request(record)
+                state.run.append_request(record)
         is_ignored = state.campaign.disturbance == "ignore"
         finished = LevelFinished(
             cell=state.key,
@@ -229,8 +229,8 @@ class Bench(ServerBench):
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
         level = rows.level(started, finished)
-        level = judged(level, state.campaign.slo, [], asked.counts_slight)
-        state.finish(level)
+        level = judge_level(level, state.campaign.slo, [], asked.counts_slight)
+        state.finish_level(level)
         return level
 
     def _records(self, asked: LevelSpec) -> list[RequestRecord]:
@@ -278,7 +278,7 @@ class Bench(ServerBench):
             at = one.ended_seconds or at
         return records
 
-    def rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.world.now += seconds
 
 
@@ -302,7 +302,7 @@ def interrupted() -> LevelInterrupted:
 def killed_after(monkeypatch: pytest.MonkeyPatch, appends: int) -> Iterator[None]:
     """Kills the runner after so many appended events; whatever it would write then is lost."""
     left = appends
-    write = RunFolder.event
+    write = RunFolder.append_event
 
     def event(self: RunFolder, one: Event) -> Event:
         nonlocal left
@@ -312,5 +312,5 @@ def killed_after(monkeypatch: pytest.MonkeyPatch, appends: int) -> Iterator[None
         return write(self, one)
 
     with monkeypatch.context() as patched, contextlib.suppress(Killed):
-        patched.setattr(RunFolder, "event", event)
+        patched.setattr(RunFolder, "append_event", event)
         yield

@@ -14,7 +14,7 @@ from rich.console import Console
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.campaign_text import show_run
-from crossover.loadtests.campaign.cell_runner import MAX_SERVERS
+from crossover.loadtests.campaign.cell_runner import MAX_SERVER_STARTS
 from crossover.loadtests.campaign.level_runner import LevelSpec
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
@@ -93,7 +93,7 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
     folder = world.run(campaign(1800, models=TWO), tmp_path)
     assert "skipped: smollm2-135m-fake" in world.said.getvalue()
     abandoned = of_kind(read_records(folder).events, LevelAbandoned)
-    assert len(abandoned) == MAX_SERVERS and ended(folder) == ["smollm2-360m-fake"]
+    assert len(abandoned) == MAX_SERVER_STARTS and ended(folder) == ["smollm2-360m-fake"]
     world.fate = lambda state, asked: None
     world.resume(folder)
     check_folder(folder)
@@ -101,7 +101,7 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
 
 
 def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
-    left = [MAX_SERVERS - 1]
+    left = [MAX_SERVER_STARTS - 1]
 
     def fate(state: CellState, asked: LevelSpec) -> None:
         if left[0]:
@@ -110,13 +110,13 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
 
     world = Simulated(fate=fate)
     folder = world.run(campaign(), tmp_path / "some")
-    assert len(world.opened) == MAX_SERVERS and ended(folder)
-    left[0] = MAX_SERVERS
-    with pytest.raises(Incomplete, match=f"Nothing was measured.*{MAX_SERVERS} times"):
+    assert len(world.opened) == MAX_SERVER_STARTS and ended(folder)
+    left[0] = MAX_SERVER_STARTS
+    with pytest.raises(Incomplete, match=f"Nothing was measured.*{MAX_SERVER_STARTS} times"):
         world.run(campaign(), tmp_path / "all")
     (folder,) = (tmp_path / "all").iterdir()
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
-    assert f"interrupted {MAX_SERVERS} times; the last time: the server" in skipped.reason
+    assert f"interrupted {MAX_SERVER_STARTS} times; the last time: the server" in skipped.reason
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a machine of its own
     with machine_lock("runs/other"):
         with pytest.raises(MachineBusy, match=r"is running on this machine: runs/other \("):
-            run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
+            run(campaign(), tmp_path / "runs", Progress(world.said), dependencies=world.world)
         assert not (tmp_path / "runs").exists()
-    run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
+    run(campaign(), tmp_path / "runs", Progress(world.said), dependencies=world.world)
 
 
 def test_a_full_disk_is_named_and_ends_the_run(

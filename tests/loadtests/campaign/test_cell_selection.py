@@ -16,13 +16,13 @@ from crossover.loadtests.campaign.campaign_file import (
     read_campaign,
 )
 from crossover.loadtests.campaign.cell_selection import (
-    MEASURED,
-    around_the_limit,
+    REFERENCE_MODEL,
+    cells_to_confirm,
     layout_of,
+    models_around_limit,
     on_this_machine,
     question_of,
-    shares,
-    to_confirm,
+    share_budget,
     why_not,
 )
 from crossover.loadtests.campaign.progress import Progress
@@ -81,13 +81,13 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
     plan = parse_campaign(
         'name = "x"\nmodels = ["8b", "1b", "360m", "135m"]\n[search]\nconfirm = 2'
     )
-    confirmed = to_confirm(plan.campaign, plan.cells)
+    confirmed = cells_to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
-    found = shares(plan.cells, confirmed, 480.0, plan.campaign)
+    found = share_budget(plan.cells, confirmed, 480.0, plan.campaign)
     assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
-    assert set(shares(plan.cells, confirmed, 40.0, plan.campaign).values()) == {10.0}
+    assert set(share_budget(plan.cells, confirmed, 40.0, plan.campaign).values()) == {10.0}
     everyone = parse_campaign('name = "x"\nmodels = ["8b", "a/b"]')
-    assert to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
+    assert cells_to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
 
 
 # models = ["auto"], and backends = ["best"].
@@ -108,7 +108,7 @@ cache = "{cache}"
 
 
 def times(speed: float = 1.0) -> EngineTimes:
-    """Of MEASURED on a machine `speed` times as quick as one on which 135M takes 5 ms."""
+    """Of REFERENCE_MODEL on a machine `speed` times as quick as one on which 135M takes 5 ms."""
     return EngineTimes(
         slots=8,
         prompt_tokens_per_second=130.0 * speed,
@@ -133,7 +133,7 @@ def plan_of(cache: Path | str = "c", models: str = '["auto"]') -> Plan:
 def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[str]) -> None:
     step_times = step_times_of_timings(times(speed))
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=int(gib * 2**30))
-    found = around_the_limit(step_times, plan_of().campaign, facts)
+    found = models_around_limit(step_times, plan_of().campaign, facts)
     assert [name.rpartition("-")[2] for name in found] == chosen
 
 
@@ -141,7 +141,7 @@ def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[
 def kept(tmp_path: Path) -> Path:
     """A cache with the times of this machine: onnx is twice as quick where it was timed."""
     cache = tmp_path / "cache"
-    for name in ("smollm2-135m", MEASURED):
+    for name in ("smollm2-135m", REFERENCE_MODEL):
         cell = Cell(key=name, model=name, weight_format="", backend=BEST)
         question = question_of(cell, plan_of(cache).campaign)
         for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):

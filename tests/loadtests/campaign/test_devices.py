@@ -17,12 +17,12 @@ from crossover.loadtests.campaign.campaign_file import (
     read_campaign,
 )
 from crossover.loadtests.campaign.cell_selection import (
+    cells_to_confirm,
     layout_of,
     on_this_machine,
     placement_policy_of,
     question_of,
-    shares,
-    to_confirm,
+    share_budget,
     why_not,
 )
 from crossover.loadtests.campaign.progress import Progress
@@ -180,7 +180,7 @@ def test_a_run_of_both_devices_is_told_apart_in_its_records(tmp_path: Path) -> N
     assert (gpu["name"], gpu["power_limit_watts"]) == ("NVIDIA H200", 700.0)
     records = [CellRecord(run.events, kept, cell) for cell in cells]
     assert [one.device for one in records] == ["cpu", "gpu"]
-    assert [one.level_seconds for one in records] == [60.0, 20.0]
+    assert [one.min_level_seconds for one in records] == [60.0, 20.0]
     world.resume(folder)
 
 
@@ -226,15 +226,17 @@ def test_a_server_is_started_on_its_device_with_that_devices_settings(tmp_path: 
 def test_a_gpu_takes_the_seconds_that_it_needs_and_the_cpu_has_the_rest() -> None:
     text = f"{TWO}slo = {{ ttft_seconds = 1.0, tpot_seconds = 0.1 }}\n[search]\nconfirm = 1"
     plan = here(text)
-    confirmed = to_confirm(plan.campaign, plan.cells)
+    confirmed = cells_to_confirm(plan.campaign, plan.cells)
     assert confirmed == {"llama-3.2-1b-Q4_0-llama_cpp-cpu", "llama-3.1-8b-bf16-torch-gpu"}
-    found = [shares(plan.cells, confirmed, 480.0, plan.campaign)[key] for key in keys(plan)]
+    found = [share_budget(plan.cells, confirmed, 480.0, plan.campaign)[key] for key in keys(plan)]
     # Single streams 8 s, bursts 5 s; a level of 30 times the TTFT limit, 10 s around it.
     assert found == [480 - 13 - 60 - 53, 13.0, 60.0, 53.0]
     only = [cell for cell in plan.cells if cell.device == "gpu"]
     both = {cell.key for cell in only}
-    assert set(shares(only, both, 480.0, plan.campaign).values()) == {240.0}, "nobody else has it"
-    little = shares(plan.cells, confirmed, 40.0, plan.campaign)
+    assert set(share_budget(only, both, 480.0, plan.campaign).values()) == {240.0}, (
+        "nobody else has it"
+    )
+    little = share_budget(plan.cells, confirmed, 40.0, plan.campaign)
     assert sum(little.values()) == pytest.approx(40.0) and min(little.values()) > 0
 
 
@@ -275,9 +277,9 @@ def test_the_demo_measures_both_sides_within_its_eight_minutes(
         by_device.setdefault(str(cell.device), []).append(cell.model)
     assert len(by_device["cpu"]) == 3 and set(by_device["cpu"]) < set(by_device["gpu"])
     assert by_device["gpu"][-1] == "qwen2.5-32b"
-    confirmed = to_confirm(plan.campaign, plan.cells)
+    confirmed = cells_to_confirm(plan.campaign, plan.cells)
     assert len(confirmed) == 4
-    found = shares(plan.cells, confirmed, plan.campaign.budget_seconds or 0.0, plan.campaign)
+    found = share_budget(plan.cells, confirmed, plan.campaign.budget_seconds or 0.0, plan.campaign)
     assert sum(found.values()) == pytest.approx(480.0)
     for cell in plan.cells:
         least = 100.0 if cell.device == "cpu" and cell.key in confirmed else 13.0

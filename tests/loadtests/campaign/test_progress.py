@@ -15,11 +15,11 @@ from tests.loadtests.campaign.simulated import Simulated, campaign
 
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     out = StringIO()
-    with Progress(out, plain_every_seconds=0.0) as progress:
-        progress.found("360m", "waits", 60.0)
+    with Progress(out, log_interval_seconds=0.0) as progress:
+        progress.set_status("360m", "waits", 60.0)
         progress.say("a [b] c")
         progress.tick("level", 0.5)
-        progress.detail("shown")
+        progress.log("shown")
     lines = out.getvalue().splitlines()
     ends = ("a [b] c", "... level, 50%", "shown")
     assert [line[6:] for line in lines] == [*ends]
@@ -30,10 +30,10 @@ def test_a_terminal_has_a_line_a_cell_and_the_time_left() -> None:
     progress = Progress(out)
     progress._console = Console(file=out, force_terminal=True, width=100)
     with progress:
-        progress.found("135m", "holds 1.5/s")
-        progress.found("360m", "limit about 1.0/s", 125.0)
+        progress.set_status("135m", "holds 1.5/s")
+        progress.set_status("360m", "limit about 1.0/s", 125.0)
         progress.tick("360m: 1.6 requests/s: 84 of 86 good, 43 s left", 0.4)
-        progress.detail("not shown")
+        progress.log("not shown")
         progress._live.refresh()  # type: ignore[union-attr]
     shown = out.getvalue()
     for part in ("135m", "holds 1.5/s", "limit about 1.0/s", "84 of 86 good", "(at most 2 min"):

@@ -15,7 +15,7 @@ import pytest
 
 from crossover.loadtests.campaign import server_launch
 from crossover.loadtests.campaign.campaign_file import parse_campaign
-from crossover.loadtests.campaign.server_launch import Server, holds_gpu, serve_command
+from crossover.loadtests.campaign.server_launch import CellServer, holds_gpu, serve_command
 from crossover.loadtests.errors import ServerFailed, ServerLost
 from crossover.loadtests.host.cpu_pinning import divide_cores
 
@@ -35,13 +35,13 @@ context_tokens = 128
 ready_seconds = {ready}
 """
 SCRIPTED = f"{sys.executable} -I -S {SCRIPT} {{port}}"
-Start = Callable[..., Server]
+Start = Callable[..., CellServer]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """`server = start("never-ready", ready=0.5)`: not started yet."""
-    made: list[Server] = []
+    made: list[CellServer] = []
     monkeypatch.setattr(server_launch, "STOP_SECONDS", 0.3)
 
     def begin(
@@ -50,10 +50,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         model: str = "135m",
         keys: str = 'weights = "none"',
         ready: float = 20,
-    ) -> Server:
+    ) -> CellServer:
         words = " ".join((command, *faults))
         plan = parse_campaign(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
-        made.append(Server(*plan.cells, plan.campaign, tmp_path))
+        made.append(CellServer(*plan.cells, plan.campaign, tmp_path))
         return made[-1]
 
     yield begin
@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         'name = "x"\nmodels = ["135m"]\nbackends = ["fake"]\n'
         '[server.options]\nfail_cause = "load_failed"'
     )
-    server = Server(*plan.cells, plan.campaign, tmp_path)
+    server = CellServer(*plan.cells, plan.campaign, tmp_path)
     try:
         with pytest.raises(ServerFailed, match=r"\(exit status 1: giving up: .*load_failed"):
             server.wait_ready(say)
@@ -129,7 +129,10 @@ def test_an_engine_of_others_serves_says_what_it_is_and_ends(
         ({"command": f"{SCRIPTED} never-ready", "ready": 0.6}, "within 0.6 s: .*/health answered"),
         ({"command": f"{SCRIPTED} dies-at-start"}, r"not start \(exit status 1: no such model\)"),
         ({"command": "no-such-program {port}"}, "needs the program 'no-such-program'"),
-        ({"model": "no/such:not-here.gguf", "keys": 'weights = "gguf"'}, "no weights for scripted: "),
+        (
+            {"model": "no/such:not-here.gguf", "keys": 'weights = "gguf"'},
+            "no weights for scripted: ",
+        ),
     ],
 )
 def test_an_engine_that_does_not_start_says_why(

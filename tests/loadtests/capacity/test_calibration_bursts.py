@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, most_at_once
+from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, max_concurrent_streams
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import capacity
 from crossover.serving.capacity.slo import Slo
@@ -137,4 +137,4 @@ def test_a_burst_that_tells_nothing_is_left_out_and_one_slot_needs_none():
 
 def test_streams_served_together_are_counted():
     level = KnownServer(STEP_TIMES.seconds, slots=3)(Burst((16,) * 5, (20,) * 5))
-    assert most_at_once(level) == 3
+    assert max_concurrent_streams(level) == 3

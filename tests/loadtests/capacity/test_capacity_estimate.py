@@ -161,8 +161,8 @@ def test_a_level_must_be_long_and_have_requests_enough() -> None:
     assert confirming_seconds(SLO, 10.0) == 60.0 and confirming_seconds(SLO, 2.0) == 120.0
     assert confirming_seconds(SLO, 10.0, 9.0) == 180.0, "20 answers"
     quick = Slo("quick", 0.4, 0.2, target=0.9)
-    assert confirming_seconds(quick, 20.0, least_seconds=15.0) == 15.0
-    assert estimate([steady_level(20.0, 15.0)], quick, least_seconds=15.0).is_confirmed
+    assert confirming_seconds(quick, 20.0, min_level_seconds=15.0) == 15.0
+    assert estimate([steady_level(20.0, 15.0)], quick, min_level_seconds=15.0).is_confirmed
     assert not estimate([steady_level(20.0, 15.0)], quick).is_confirmed
     patient = Slo("patient", 10.0, None, target=0.9)
     assert confirming_seconds(patient, 10.0) == 300.0, "an overload of 1/30 shows"

@@ -8,7 +8,7 @@ import pytest
 
 from crossover.loadtests.capacity.capacity_text import (
     common_rate,
-    held_words,
+    evidence_words,
     in_words,
     limit,
     reuse_words,
@@ -83,10 +83,10 @@ def test_what_it_rests_on_and_what_is_wanting() -> None:
         confirmed_attainment=0.984,
         starts=2,
     )
-    assert held_words(held) == "90 s, 1,214 requests, 98.4 % attainment, 2 starts"
+    assert evidence_words(held) == "90 s, 1,214 requests, 98.4 % attainment, 2 starts"
     assert speed_words(held) == ""
     open_yet = Capacity(state="not_confirmed", reason="why", confirm_seconds=130.0)
-    assert held_words(open_yet) == "why"
+    assert evidence_words(open_yet) == "why"
     moved = Capacity(state="confirmed", speed_moved=0.34)
     assert speed_words(moved) == "this machine's speed changed by 34% during the measurement"
     assert limit(Capacity(state="misses_slo_unloaded")) == "–"

@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from crossover.loadtests.capacity.sharper_slo import SHARP, advice
+from crossover.loadtests.capacity.sharper_slo import MAX_WIDTH, advice
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -56,7 +56,7 @@ def found_of(slo: Slo, **changes: object) -> Capacity:
 
 def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> None:
     found = found_of(STRICT)
-    assert found.high is not None and found.low is not None and found.high > SHARP * found.low
+    assert found.high is not None and found.low is not None and found.high > MAX_WIDTH * found.low
     text = advice(found, STEP_TIMES, SETTINGS, LONG, STRICT)
     assert "near the edge" in text and "single requests meet it" in text
     named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
@@ -65,7 +65,7 @@ def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> No
         other = msgspec.structs.replace(STRICT, **{key: float(value)})
         again = found_of(other)
         assert again.high is not None and again.low is not None
-        assert again.high <= 1.02 * SHARP * again.low, (key, value)
+        assert again.high <= 1.02 * MAX_WIDTH * again.low, (key, value)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.cli.calibrate_command import (
     CalibrateOptions,
     in_words,
-    machine_of,
+    machine_file_of,
     plan_of,
 )
 from crossover.loadtests.errors import LoadError
@@ -38,7 +38,7 @@ def measured(tmp_path: Path, step_seconds: float) -> Path:
 
 @pytest.mark.clock
 def test_the_law_of_a_real_server_is_in_the_file(tmp_path: Path) -> None:
-    found = machine_of(read_records(measured(tmp_path, 0.02)))
+    found = machine_file_of(read_records(measured(tmp_path, 0.02)))
     assert found.name.endswith(" cores")
     (one,) = found.models
     assert one.backend == "fake" and one.policy.slots == 4

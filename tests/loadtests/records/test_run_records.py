@@ -49,11 +49,11 @@ def indices(folder: Path) -> list[int]:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     sample = ResourceSample(cell="c", level="l", unix_seconds=1.0)
     with RunFolder.create(tmp_path / "run", MANIFEST_RECORD) as folder:
-        folder.request(record("l", 0))
-        folder.sample(sample)
-        folder.sample(msgspec.structs.replace(sample, level=None))
+        folder.append_request(record("l", 0))
+        folder.append_sample(sample)
+        folder.append_sample(msgspec.structs.replace(sample, level=None))
         event = started("l")
-        assert folder.event(event) is event
+        assert folder.append_event(event) is event
     run = read_records(tmp_path / "run")
     assert list(run.requests()) == list(run.requests()) == [record("l", 0)]
     assert len(run.samples) == 2 and run.samples[0] == sample
@@ -104,7 +104,7 @@ def test_a_run_of_format_5_is_read_in_the_words_of_today(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
 def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.request(record("l", 0))
+        folder.append_request(record("l", 0))
     with open(tmp_path / REQUESTS, "ab") as file:
         file.write(line + b"\n" + msgspec.json.encode(record("l", 1)) + b"\n")
     read = read_records(tmp_path)
@@ -118,31 +118,31 @@ def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path)
     room = len(lines[0] + lines[1]) + 20
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.request(record("l", 0))
-        folder.request(record("l", 1))
+        folder.append_request(record("l", 0))
+        folder.append_request(record("l", 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             with pytest.raises(
                 BadRunFolder, match="requests.jsonl: only part of a record was written"
             ):
-                folder.request(record("l", 2))
+                folder.append_request(record("l", 2))
             with pytest.raises(BadRunFolder, match="requests.jsonl cannot be written: File too"):
-                folder.request(record("l", 2))
+                folder.append_request(record("l", 2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        folder.request(record("l", 3))
+        folder.append_request(record("l", 3))
     assert indices(tmp_path) == [0, 1, 3]
 
 
 def test_only_finished_levels_count_and_each_has_its_own_requests(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
         for name in ("c-1.1", "c-1.2", "c-2.1"):
-            folder.event(started(name))
-        folder.event(LevelAbandoned(cell="c", level="c-1.1", reason="why"))
+            folder.append_event(started(name))
+        folder.append_event(LevelAbandoned(cell="c", level="c-1.1", reason="why"))
         for name, index in (("c-1.2", 1), ("c-1.1", 0), ("c-1.2", 0), ("c-2.1", 0)):
-            folder.request(record(name, index))
-        folder.finish(finished("c-1.2"))
-        folder.event(finished("never begun"))
+            folder.append_request(record(name, index))
+        folder.finish_level(finished("c-1.2"))
+        folder.append_event(finished("never begun"))
     run = read_records(tmp_path)
     assert list(run.started_levels) == ["c-1.1", "c-1.2", "c-2.1"]
     (level,) = levels_of(run)
@@ -191,10 +191,10 @@ def test_whatever_a_kill_leaves_is_a_readable_prefix(
     with RunFolder.create(path, MANIFEST_RECORD) as folder:
         records = [record(f"c#{writer}", index) for index, writer in enumerate(writers)]
         for one in records:
-            folder.request(one)
+            folder.append_request(one)
         events = [started(f"c#{index}.1") for index in range(len(writers) // 3)]
         for event in events:
-            folder.event(event)
+            folder.append_event(event)
     kept: dict[str, list[Any]] = {}
     for name, whole in ((REQUESTS, records), (EVENTS, events)):
         text = (path / name).read_bytes()
@@ -205,8 +205,8 @@ def test_whatever_a_kill_leaves_is_a_readable_prefix(
     assert (list(read.requests()), read.events) == (kept[REQUESTS], kept[EVENTS])
     with RunFolder(path) as opened:
         assert opened.events == read.events
-        opened.request(record("after", 0))
-        opened.event(started("after"))
+        opened.append_request(record("after", 0))
+        opened.append_event(started("after"))
     after = read_records(path)
     assert list(after.requests()) == [*kept[REQUESTS], record("after", 0)]
     assert after.events == [*kept[EVENTS], started("after")]
@@ -274,8 +274,8 @@ def test_what_is_read_holds_nothing_for_a_terminal(tmp_path: Path) -> None:
     text = "load \x1b]0;x\x07 \x9b2J, tab\there"
     manifest = msgspec.structs.replace(MANIFEST_RECORD, command=[text])
     with RunFolder.create(tmp_path, manifest) as folder:
-        folder.event(LevelAbandoned(cell="c", level="l", reason=text))
-        folder.request(msgspec.structs.replace(record("l", 0), error=text))
+        folder.append_event(LevelAbandoned(cell="c", level="l", reason=text))
+        folder.append_request(msgspec.structs.replace(record("l", 0), error=text))
     read = read_records(tmp_path)
     (event,) = of_kind(read.events, LevelAbandoned)
     wanted = "load \ufffd]0;x\ufffd \ufffd2J, tab\there"
@@ -288,7 +288,7 @@ def test_what_is_read_holds_nothing_for_a_terminal(tmp_path: Path) -> None:
 
 def test_a_kept_run_may_have_its_requests_compressed(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", MANIFEST_RECORD) as folder:
-        folder.request(record("l", 0))
+        folder.append_request(record("l", 0))
     plain = tmp_path / "run" / REQUESTS
     packed = plain.with_name(f"{REQUESTS}{COMPRESSED}")
     packed.write_bytes(lzma.compress(plain.read_bytes() + b"{broken\n"))
