@@ -1,9 +1,12 @@
-"""What runs inside Locust: a sender of levels, led over a pipe or by hand.
+"""Sends levels from inside Locust, as a runner or a person asks for them.
 
-LoadGenerator starts it, and plans come over its pipe, one level after the other until it closes.
-Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`, of
-several processes and machines too: `--processes 4`; `--master` and `--worker`.
-`import locust` patches the process: nothing but Locust may import this module.
+LoadGenerator starts Locust with this file and sends plans over a pipe, one level after the other,
+until it closes the pipe. A person starts it by hand, also on several processes (`--processes 4`) or
+machines (`--master`, `--worker`):
+
+    locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2
+
+`import locust` patches the standard library, so nothing but Locust may import this module.
 """
 
 from __future__ import annotations
@@ -44,46 +47,47 @@ from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.errors import CrossoverError, printable
 from crossover.serving.option_help import converted
 
-LEAD_SECONDS = 0.05  # between Started and t0: the runner has heard of it then
-DONE = "crossover_done"  # a worker's message: its level has ended
+LEAD_SECONDS = 0.05  # from Started to the level's start: time for the runner to get the message
+LEVEL_ENDED = "crossover_done"  # a worker's message to its master
 
 
-class Traffic(User):  # type: ignore[misc]  # Locust is untyped
-    """Idle: the dispatcher sends. Locust wants a user."""
+class IdleUser(User):  # type: ignore[misc]  # Locust is untyped
+    """A user that does nothing. Locust needs one, but the dispatcher sends all requests."""
 
     @task  # type: ignore[untyped-decorator]
-    def live(self) -> None:
+    def wait_forever(self) -> None:
         gevent.event.Event().wait()
 
 
-def obey(environment: Environment, pipe: socket.socket) -> None:
-    """The runner's plans, one after the other, until it closes the pipe."""
+def run_plans(environment: Environment, pipe: socket.socket) -> None:
+    """Run the plans that the runner sends, one after the other, until it closes the pipe."""
     sending = threading.Lock()  # another greenlet may be in the middle of a message
 
-    def tell(wire: WireMessage) -> None:
+    def send(message: WireMessage) -> None:
         with sending:
-            pipe.sendall(msgspec.json.encode(wire) + b"\n")
+            pipe.sendall(msgspec.json.encode(message) + b"\n")
 
     for line in pipe.makefile("rb"):
         try:
             plan = msgspec.json.decode(line, type=LoadPlan)
-            dispatcher = Dispatcher(plan, lambda record: tell(Recorded(record)))
-            tell(Started(time.time() + LEAD_SECONDS))
-            tell(dispatcher.run(clock() + LEAD_SECONDS))
-        except Exception as problem:  # in a greenlet: nobody else would hear of it
-            is_known = isinstance(problem, LoadError | OSError)
-            logging.error("%s", printable(str(problem)), exc_info=not is_known)
-            tell(Failed(str(problem) or type(problem).__name__))
+            dispatcher = Dispatcher(plan, lambda record: send(Recorded(record)))
+            send(Started(time.time() + LEAD_SECONDS))
+            send(dispatcher.run(clock() + LEAD_SECONDS))
+        except Exception as problem:  # otherwise it would be lost in this greenlet
+            is_expected = isinstance(problem, LoadError | OSError)
+            logging.error("%s", printable(str(problem)), exc_info=not is_expected)
+            send(Failed(str(problem) or type(problem).__name__))
     environment.process_exit_code = 0  # failed requests are results
     environment.runner.quit()
 
 
-class ByHand:
-    """Without LoadGenerator: Locust's start begins a level of its options, its stop ends it.
+class ManualLoad:
+    """Runs levels for a person who started Locust by hand: Locust's start begins a level, by
+    Locust's options, and its stop ends the level.
 
-    A request is one entry of its statistics, as long as it took from the moment it was due. Of
-    several workers each sends its part of the rate, with arrivals of its own. A worker sends where
-    its own command says, with its own key.
+    Each request is an entry of Locust's statistics, with its time since it was scheduled. If there
+    are several workers, each sends its part of the rate, with its own arrivals. A worker sends to
+    the endpoint of its own command line, with its own API key.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -91,69 +95,78 @@ class ByHand:
         self._options = options = environment.parsed_options
         if not options.host:
             raise SystemExit("Give the endpoint, for example --host http://127.0.0.1:8000.")
-        self._own = {"url": options.host, "api_key_env": options.api_key_env}
-        self._seconds = options.run_time or 30.0
+        # A master sends its options to its workers. These two stay those of each process.
+        self._own_options = {"url": options.host, "api_key_env": options.api_key_env}
+        self._default_seconds = options.run_time or 30.0
         self._is_worker = isinstance(self._runner, WorkerRunner)
-        if options.headless:  # Locust's clock would begin before the requests are made
+        if options.headless:  # the time would count from before the requests are made
             options.run_time = None
-        self._left = 1  # processes whose level has not ended
+        self._running_processes = 1  # processes whose level has not ended
         self._dispatcher: Dispatcher | None = None
         self._level = gevent.pool.Group()
         environment.events.test_start.add_listener(self._start)
         environment.events.test_stopping.add_listener(self._stop)
         if not self._is_worker:
-            self._runner.register_message(DONE, self._done)
+            self._runner.register_message(LEVEL_ENDED, self._count_ended)
             try:
-                self._plan()
+                self._plan()  # so that wrong options are reported at once
             except CrossoverError as problem:
                 raise SystemExit(printable(str(problem))) from None
 
     def _plan(self) -> LoadPlan:
-        """Of Locust's options, which a worker has from its master. Raises CrossoverError."""
-        options = self._options
-        known = {name: getattr(options, name) for name in BY_HAND} | self._own
-        given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
-        if given.rate is None:
+        """Return the level of Locust's options, which a worker gets from its master. Raises
+        CrossoverError."""
+        values = {name: getattr(self._options, name) for name in BY_HAND} | self._own_options
+        options = converted(values, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
+        if options.rate is None:
             raise LoadError("Give the requests per second, for example --rate 2")
         if self._is_worker:
-            seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
-            given = msgspec.structs.replace(given, seed=seed, rate=rate)
-        return plan_of(given, window_seconds=getattr(options, "seconds", self._seconds))
+            options = msgspec.structs.replace(
+                options,
+                seed=options.seed + self._runner.worker_index,
+                rate=options.rate / self._options.workers,
+            )
+        seconds = getattr(self._options, "seconds", self._default_seconds)
+        return plan_of(options, window_seconds=seconds)
 
     def _start(self, **_: Any) -> None:
-        """In the greenlet that starts Locust's users after it; a master tells its workers then."""
+        """Begin a level. Locust calls this before it starts users, or before a master starts its
+        workers, which then get `seconds` and `workers` with its options."""
         if not self._is_worker:
-            self._options.seconds = self._options.run_time or self._seconds
+            self._options.seconds = self._options.run_time or self._default_seconds
         if isinstance(self._runner, MasterRunner):
-            self._options.workers = self._left = len(self._runner.clients.ready)
+            self._options.workers = self._running_processes = len(self._runner.clients.ready)
             return
         try:
-            self._dispatcher = Dispatcher(self._plan(), self._tell)
+            self._dispatcher = Dispatcher(self._plan(), self._report)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2
-            self._runner.send_message(DONE)
+            self._runner.send_message(LEVEL_ENDED)
             raise gevent.GreenletExit from problem  # no users are started
         self._level.spawn(self._run, self._dispatcher)
 
     def _run(self, dispatcher: Dispatcher) -> None:
+        """Run the level, and report its end unless Locust was stopped meanwhile."""
         dispatcher.run(clock())
-        if self._dispatcher is dispatcher:  # else Locust stops already
-            self._runner.send_message(DONE)  # to the master; without one, to this process
+        if self._dispatcher is dispatcher:
+            self._runner.send_message(LEVEL_ENDED)  # to the master; without one, to this process
 
-    def _done(self, **_: Any) -> None:
-        self._left -= 1
-        if self._left <= 0:
+    def _count_ended(self, **_: Any) -> None:
+        """Stop Locust when the level has ended in all processes."""
+        self._running_processes -= 1
+        if self._running_processes <= 0:
             gevent.spawn(self._runner.quit if self._options.headless else self._runner.stop)
 
     def _stop(self, **_: Any) -> None:
-        """Nothing more is sent; Locust goes on once the answers on their way are there."""
+        """Stop sending, and return when the requests in flight have been answered."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.send_no_more()
         self._level.join()
 
-    def _tell(self, record: RequestRecord) -> None:
+    def _report(self, record: RequestRecord) -> None:
+        """Add a request to Locust's statistics."""
         error = LoadError(f"{record.error}: {record.error_message}") if record.error else None
         self._environment.events.request.fire(
             request_type="POST",
@@ -171,8 +184,10 @@ if FOLDER_VARIABLE not in os.environ:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def on_init(environment: Environment, **_: Any) -> None:
+    """Serve a person, or the runner that LoadGenerator belongs to."""
     if FOLDER_VARIABLE not in os.environ:
-        ByHand(environment)
+        ManualLoad(environment)
         return
     os.chdir(os.environ[FOLDER_VARIABLE])
-    gevent.spawn(obey, environment, socket.socket(fileno=int(os.environ[PIPE_VARIABLE])))
+    pipe = socket.socket(fileno=int(os.environ[PIPE_VARIABLE]))
+    gevent.spawn(run_plans, environment, pipe)

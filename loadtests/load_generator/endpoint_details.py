@@ -1,9 +1,9 @@
-"""What a running server says of its engine beyond OpenAI's API.
+"""Asks a running server for details of its engine, through routes that OpenAI's API does not have.
 
     details = ask_details(target, model)           # slots, context, shape of the model
 
-Every request here is a plain GET or POST of a few bytes with a short time limit. A server that does
-not know a route answers 404, and what it would have said is not known: nothing here fails.
+Every request here is a GET or a small POST with a short time limit. If a server does not have a
+route or does not answer, the details are unknown; no error is raised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from crossover.models.model_ladder import LADDER, SIZED
 from crossover.models.model_spec import ModelSpec
 
 Software = Literal["crossover", "vllm", "llama-server", "ollama", "lm-studio", "unknown"]
-ANSWER_SECONDS = 3.0  # of a route that a running server answers at once
+ANSWER_SECONDS = 3.0  # time limit of a request
 # `owned_by` of a model in /v1/models.
 OWNERS: Mapping[str, Software] = {
     "crossover": "crossover",
@@ -44,13 +44,13 @@ OWNERS: Mapping[str, Software] = {
     "library": "ollama",
     "organization_owner": "lm-studio",
 }
-# What names carry behind the model's own: formats, file endings, tags.
+# Ends of names that are not a part of the model's own name: formats and tags.
 _FORMAT = re.compile(r"[-_.:](q\d\w*|iq\d\w*|f16|fp16|bf16|f32|fp32|fp8|int[48]|awq|gptq|latest)$")
 _TUNING = re.compile(r"[-_.](instruct|it|chat|gguf|hf|text|\d{4})$")
 
 
 class EndpointDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server said of itself. None: it does not say."""
+    """What a server reports about itself. None: it does not report it."""
 
     software: Software = "unknown"
     slots: int | None = None
@@ -60,20 +60,23 @@ class EndpointDetails(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec | None = None  # the shape of the model
 
 
-def software_of(listed: Any) -> Software:
-    """Return which software serves, by the owner of the models that it lists in /v1/models."""
-    owners = [str(card.get("owned_by")) for card in cards_of(listed)]
-    return next((OWNERS[owner] for owner in owners if owner in OWNERS), "unknown")
+def software_of(model_list: Any) -> Software:
+    """Return which software a server is, by the owner of the models in its /v1/models."""
+    for card in cards_of(model_list):
+        owner = str(card.get("owned_by"))
+        if owner in OWNERS:
+            return OWNERS[owner]
+    return "unknown"
 
 
-def cards_of(listed: Any) -> list[dict[str, Any]]:
-    """Return the entries of a list of models as OpenAI's API has it."""
-    cards = listed.get("data") if isinstance(listed, dict) else None
+def cards_of(model_list: Any) -> list[dict[str, Any]]:
+    """Return the entries of a list of models in the form of OpenAI's API."""
+    cards = model_list.get("data") if isinstance(model_list, dict) else None
     return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
 
 def ask_details(target: Target, model: str) -> EndpointDetails:
-    """Return what the server of a target says of itself and of a model; never raises."""
+    """Return what the server of a target reports about itself and a model. Raises nothing."""
     key = os.environ.get(target.api_key_env or "")
     with contextlib.suppress(LoadError), connect(target.url, api_key=key or None) as pool:
         software = software_of(read_route(pool, "/v1/models"))
@@ -82,7 +85,7 @@ def ask_details(target: Target, model: str) -> EndpointDetails:
             case "crossover":
                 details = _of_crossover(pool, model)
             case "llama-server":
-                details = _of_llama_server(pool, is_here=is_loopback(target.url))
+                details = _of_llama_server(pool, is_local=is_loopback(target.url))
             case "vllm":
                 details = _of_vllm(pool)
             case _ if info := read_object(pool, "/api/show", {"model": model}).get("model_info"):
@@ -106,15 +109,15 @@ def _of_crossover(pool: Pool, model: str) -> EndpointDetails:
     )
 
 
-def _of_llama_server(pool: Pool, *, is_here: bool) -> EndpointDetails:
-    """By /props: slots, the context of one slot, and the model's file, which is read where it is on
-    this machine."""
+def _of_llama_server(pool: Pool, *, is_local: bool) -> EndpointDetails:
+    """Return the details in /props: the slots and the context of one slot. The model's shape is
+    read from its file, if the server runs on this machine."""
     props = read_object(pool, "/props")
     slots = _count(props.get("total_slots"))
     settings = props.get("default_generation_settings")
     context = _count(settings.get("n_ctx")) if isinstance(settings, dict) else None
     spec, path = None, props.get("model_path")
-    if is_here and isinstance(path, str) and Path(path).is_file():
+    if is_local and isinstance(path, str) and Path(path).is_file():
         with contextlib.suppress(ModelError):
             spec = identify(path).spec
     return EndpointDetails(
@@ -127,65 +130,67 @@ def _of_llama_server(pool: Pool, *, is_here: bool) -> EndpointDetails:
 
 
 def _of_vllm(pool: Pool) -> EndpointDetails:
-    """By its metrics: the blocks of its KV cache. How many sequences it runs, it does not say."""
-    text = _text(pool, "/metrics") or ""
-    labels = re.search(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE)
-    known = dict(re.findall(r'(\w+)="(\d+)"', labels[1])) if labels is not None else {}
-    blocks, block = (_count(int(known.get(name, 0))) for name in ("num_gpu_blocks", "block_size"))
-    return EndpointDetails(software="vllm", kv_tokens=blocks * block if blocks and block else None)
+    """Return the size of the KV cache, from the server's metrics. It does not report how many
+    sequences run at the same time."""
+    metrics = _text(pool, "/metrics") or ""
+    match = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="(\d+)"', match[1])) if match is not None else {}
+    kv_tokens = int(labels.get("num_gpu_blocks", 0)) * int(labels.get("block_size", 0))
+    return EndpointDetails(software="vllm", kv_tokens=kv_tokens or None)
 
 
 def shape_by_name(name: str) -> ModelSpec | None:
-    """Return the published shape that a served name stands for; None: none surely is.
+    """Return the published shape that a served name certainly stands for; None: no shape does.
 
-    Knows the ladder's names and hub ids, files and folders of this machine, and names with a format
-    or tag behind them: `smollm2:135m`, `Llama-3.2-1B-Instruct-Q4_K_M.gguf`.
+    A name may be a ladder model, a hub id, or a file or folder of this machine. It may end with a
+    format or tag: `smollm2:135m`, `Llama-3.2-1B-Instruct-Q4_K_M.gguf`.
     """
     with contextlib.suppress(ModelError, OSError):
         if (spec := identify(name).spec) is not None:
             return spec
-    plain = _plain_name(name)
-    known = {
-        called: one.spec
-        for one in (*LADDER, *SIZED)
-        for called in (one.spec.name, _plain_name(one.repository))
-    }
-    return known.get(plain)
+    base_name = _base_name(name)
+    # Of two models with the same name, the last one counts.
+    for model in reversed((*LADDER, *SIZED)):
+        if base_name in (model.spec.name, _base_name(model.repository)):
+            return model.spec
+    return None
 
 
-def _plain_name(name: str) -> str:
-    """`meta-llama/Llama-3.2-1B-Instruct-Q4_K_M.gguf`, `llama3.2:1b` -> `llama-3.2-1b`."""
-    plain = name.rpartition("/")[2].lower().removesuffix(".gguf").replace("meta-", "")
-    for pattern in (_FORMAT, _TUNING, _FORMAT, _TUNING, _TUNING):
-        plain = pattern.sub("", plain)
-    return re.sub(r"^(llama|qwen|phi|gemma)(?=\d)", r"\1-", plain.replace(":", "-"))
+def _base_name(name: str) -> str:
+    """Return the model's own name: `llama-3.2-1b` of `llama3.2:1b` and of
+    `meta-llama/Llama-3.2-1B-Instruct-Q4_K_M.gguf`."""
+    base = name.rpartition("/")[2].lower().removesuffix(".gguf").replace("meta-", "")
+    for pattern in (_FORMAT, _TUNING, _FORMAT, _TUNING, _TUNING):  # they occur in either order
+        base = pattern.sub("", base)
+    return re.sub(r"^(llama|qwen|phi|gemma)(?=\d)", r"\1-", base.replace(":", "-"))
 
 
 def _shape_by_metadata(info: Any) -> ModelSpec | None:
-    """Return the published shape with these numbers, keys of a GGUF header, as Ollama's /api/show
-    has them; None: there is none."""
+    """Return the published shape with the sizes in `info`, which has the keys of a GGUF header, as
+    in the answer of Ollama's /api/show; None: there is none."""
     if not isinstance(info, dict):
         return None
     family = info.get("general.architecture")
-    sizes = tuple(
-        info.get(f"{family}.{key}")
-        for key in ("block_count", "embedding_length", "feed_forward_length")
-    )
-    for one in (*LADDER, *SIZED):
-        if (one.spec.layers, one.spec.hidden, one.spec.intermediate) == sizes:
-            return one.spec
+    layers = info.get(f"{family}.block_count")
+    hidden = info.get(f"{family}.embedding_length")
+    intermediate = info.get(f"{family}.feed_forward_length")
+    for model in (*LADDER, *SIZED):
+        spec = model.spec
+        if (spec.layers, spec.hidden, spec.intermediate) == (layers, hidden, intermediate):
+            return spec
     return None
 
 
 def _shape_of(shape: Any) -> ModelSpec | None:
+    """Return the shape in /v1/placement; None: it has none, or one of another version."""
     try:
         return msgspec.convert(shape, ModelSpec | None)
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:
         return None
 
 
 def read_route(pool: Pool, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON of a route; None where it has none."""
+    """Return the JSON that a route answers; None: it does not answer with JSON."""
     text = _text(pool, path, body)
     with contextlib.suppress(ValueError):
         return None if text is None else read_json(text.encode())
@@ -193,13 +198,13 @@ def read_route(pool: Pool, path: str, body: Mapping[str, Any] | None = None) -> 
 
 
 def read_object(pool: Pool, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the JSON object of a route; {} where it has none."""
-    found = read_route(pool, path, body)
-    return found if isinstance(found, dict) else {}
+    """Return the JSON object that a route answers; {}: it does not answer with one."""
+    value = read_route(pool, path, body)
+    return value if isinstance(value, dict) else {}
 
 
 def _text(pool: Pool, path: str, body: Mapping[str, Any] | None = None) -> str | None:
-    """Return what a route answers; None where it has no answer of status 200."""
+    """Return what a route answers; None: it does not answer with status 200."""
     wire = get_bytes(pool, path) if body is None else post_bytes(pool, path, body)
     try:
         status, _, data = fetch(pool, wire, ANSWER_SECONDS)
@@ -209,5 +214,6 @@ def _text(pool: Pool, path: str, body: Mapping[str, Any] | None = None) -> str |
 
 
 def _count(value: Any) -> int | None:
+    """Return the value if it is a positive integer; else None."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return value if is_count else None

@@ -3,8 +3,8 @@
     for server in find_local_servers():
         server.url, server.software, server.models
 
-A server is found by its answer to /v1/models. What does not answer, or answers something else, is
-none: nothing here fails.
+A server is found by its answer to /v1/models. Ports that do not answer, or answer something else,
+are left out without an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ USUAL_PORTS: Mapping[int, str] = {
     1234: "LM Studio",
 }
 LOOPBACK = "127.0.0.1"
-NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)  # in names
+# Names of models that do not generate text.
+NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)
 
 
 class LocalServer(NamedTuple):
@@ -55,7 +56,8 @@ class LocalServer(NamedTuple):
 
     url: str
     software: Software
-    models: tuple[str, ...]  # that can generate text, those in memory first; (): it lists none
+    # Those that can generate text, unless none can; models in memory first. (): it lists none.
+    models: tuple[str, ...]
 
     @property
     def words(self) -> str:
@@ -66,8 +68,8 @@ class LocalServer(NamedTuple):
 def find_local_servers(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[LocalServer]:
     """Return the servers of this machine that list models as OpenAI's API does, in the order of the
     ports."""
-    found = (look_at(f"http://{LOOPBACK}:{port}") for port in ports)
-    return [server for server in found if server is not None and server.models]
+    servers = [look_at(f"http://{LOOPBACK}:{port}") for port in ports]
+    return [server for server in servers if server is not None and server.models]
 
 
 def ports_that_need_a_key(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[int]:
@@ -85,29 +87,30 @@ def ports_that_need_a_key(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[int
 
 
 def look_at(url: str, api_key_env: str | None = None) -> LocalServer | None:
-    """Return the server at a URL; None where nothing there answers /v1/models.
+    """Return the server at a URL; None: nothing there answers /v1/models.
 
     Raises TargetUnusable if the environment variable of the API key is not set.
     """
     with pool_for(Target(url=url, api_key_env=api_key_env)) as pool:
-        listed = read_route(pool, MODELS)
-        if listed is None:
+        model_list = read_route(pool, MODELS)
+        if model_list is None:
             return None
         try:
-            names = names_of_models(listed)
+            names = names_of_models(model_list)
         except ValueError:
             return None
-        software = software_of(listed)
+        software = software_of(model_list)
         if software == "unknown" and "version" in read_object(pool, "/api/version"):
             software = "ollama"  # its older versions name no owner
         in_memory = _models_in_memory(pool, software)
         names = sorted(names, key=lambda name: name not in in_memory)
-    able = tuple(name for name in names if not NO_CHAT_MODEL.search(name))
-    return LocalServer(url, software, able or tuple(names))
+    chat_models = tuple(name for name in names if not NO_CHAT_MODEL.search(name))
+    return LocalServer(url, software, chat_models or tuple(names))
 
 
 def _models_in_memory(pool: Pool, software: Software) -> list[str]:
-    """Return the models that are loaded, of servers that list those on the disk too."""
+    """Return the models that are loaded, for servers that also list models on the disk; otherwise
+    []."""
     if software == "ollama":
         with contextlib.suppress(ValueError):
             return names_of_models(read_object(pool, "/api/ps"))

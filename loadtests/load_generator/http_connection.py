@@ -51,7 +51,8 @@ _LENIENT = {
     "lenient_spaces_after_chunk_size": True,
 }
 _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
-# States of a response. _FLOWING: the following chunks may be parsed later.
+# States of a response: no headers yet; headers were read; chunks that follow may be parsed later;
+# the response is complete.
 _AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
 
 
@@ -174,8 +175,8 @@ class Connection:
             if self._waiter is not None:
                 self._waiter.switch(None)
             return
-        place = "during the response" if self._bytes else "before it answered"
-        self._end(ConnectionResetError(f"the server closed the connection {place}"))
+        when = "during the response" if self._bytes else "before it answered"
+        self._end(ConnectionResetError(f"the server closed the connection {when}"))
 
     def _parse_unread(self) -> None:
         """Parse the pieces that were put aside, each with its own stamp."""
@@ -267,14 +268,16 @@ class Pool:
             self._tls.load_default_certs()
         if ":" in host:
             host = host.replace("%25", "%", 1)  # the zone of an IPv6 address follows
-        place = f"[{host.partition('%')[0]}]" if ":" in host else host
-        self.host = f"{parts.scheme}://{place}:{port}"  # for messages
+        host_in_url = f"[{host.partition('%')[0]}]" if ":" in host else host
+        authority = f"{host_in_url}:{port}"
+        self.host = f"{parts.scheme}://{authority}"  # for messages
         path = parts.path.rstrip("/")
         for route in _ROUTES:
             path = path.removesuffix(route)
         self.base = quote(path, safe=_PATH_BYTES, errors="surrogateescape") or "/v1"
-        lines = [f"Host: {place}:{port}", "User-Agent: crossover", "Accept-Encoding: identity"]
-        lines += [] if api_key is None else [f"Authorization: Bearer {api_key}"]
+        lines = [f"Host: {authority}", "User-Agent: crossover", "Accept-Encoding: identity"]
+        if api_key is not None:
+            lines.append(f"Authorization: Bearer {api_key}")
         self.headers = "".join(f"{line}\r\n" for line in lines)
         self.idle: list[Connection] = []  # the most recently used one is used next
         self._address = host, port

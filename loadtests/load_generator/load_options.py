@@ -17,6 +17,7 @@ from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poiss
 from crossover.serving.workload.request_lengths import Workload
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
+# Options that Locust has if a person starts it by hand.
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")
 _WORKLOAD = re.compile(
     r"(?P<prompt_tokens>\d+)x(?P<output_tokens>\d+)"
@@ -25,7 +26,7 @@ _WORKLOAD = re.compile(
 
 
 class LoadOptions(Target, frozen=True, kw_only=True):
-    """The requests to send: where to, when, and how long."""
+    """The endpoint, and which requests are sent to it when."""
 
     rate: Annotated[
         Annotated[float, Meta(gt=0, le=100_000)] | None,
@@ -57,8 +58,9 @@ class LoadOptions(Target, frozen=True, kw_only=True):
 
 
 def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
-    """Return the load plan. `level`: LoadPlan's other fields. Raises LoadError with the option."""
-    target = Target(*(getattr(options, name) for name in Target.__struct_fields__))
+    """Return the load plan of the options. `level`: the other fields of LoadPlan. Raises LoadError,
+    which names the option."""
+    target = Target(**{name: getattr(options, name) for name in Target.__struct_fields__})
     check_target(target)
     return LoadPlan(
         target=target,
@@ -71,16 +73,18 @@ def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
 
 
 def add_options(parser: Any) -> None:
-    """Add LoadOptions to Locust's command line. Its web page, on loopback by default, cannot change
-    them, so that nobody who reaches the page can send API keys elsewhere.
+    """Add options of LoadOptions to Locust's command line.
+
+    Locust's web page, which is on loopback by default, cannot change them, so that nobody who
+    reaches the page can send an API key to another endpoint.
     """
     parser.set_defaults(web_host="127.0.0.1", run_time="30s")
-    kinds = {int: int, float | None: float}
+    parsers = {int: int, float | None: float}  # all other values are texts
     for field in msgspec.structs.fields(LoadOptions):
         if field.name in BY_HAND:
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
-                type=kinds.get(unbounded(field.type), str),
+                type=parsers.get(unbounded(field.type), str),
                 default=field.default,
                 help=about(field).text,
                 include_in_web_ui=False,
@@ -88,16 +92,19 @@ def add_options(parser: Any) -> None:
 
 
 def parse_workload(text: str) -> Workload:
-    """Return the workload of "chat", "chat:512:64" (at most 512 prompt and 64 output tokens), or
-    "256x64" (fixed lengths). Raises LoadError for anything else.
+    """Return the workload of "chat", "chat:512:64" (at most 512 prompt and 64 output tokens),
+    "256x64" (fixed lengths), or "FILE.jsonl". Raises LoadError for anything else.
     """
     if text.endswith(".jsonl"):
         return Workload(file=text)
     match = _WORKLOAD.fullmatch(text)
-    keys = {name: value for name, value in match.groupdict().items() if value} if match else {}
+    groups = match.groupdict() if match is not None else {}
+    keys: dict[str, int | str] = {}
+    for name, value in groups.items():
+        if value:
+            keys[name] = value if name == "preset" else _number(value)
     try:
-        lengths = {key: _number(value) for key, value in keys.items() if key != "preset"}
-        return converted(keys | lengths, Workload, LoadError)
+        return converted(keys, Workload, LoadError)
     except LoadError as problem:
         raise LoadError(
             f"--workload {text!r}: {str(problem).rstrip('.')}. Write a preset (chat), a preset "
@@ -106,4 +113,5 @@ def parse_workload(text: str) -> Workload:
 
 
 def _number(text: str) -> int | str:
+    """Return the number that a text is, or else the text, which `converted` then refuses."""
     return int(text) if text.isdecimal() and len(text) < 20 else text

@@ -251,7 +251,7 @@ class _RequestForm(msgspec.Struct, frozen=True):
     facts: TargetFacts
     tokens: int = PROBE_TOKENS[0]
 
-    def but(self, **changes: Any) -> _RequestForm:
+    def changed(self, **changes: Any) -> _RequestForm:
         """Return the form with changed facts."""
         return _RequestForm(msgspec.structs.replace(self.facts, **changes), self.tokens)
 
@@ -260,37 +260,39 @@ def _forms_by_message(form: _RequestForm, message: str | None) -> Iterator[_Requ
     """Yield forms without the fields that an error message names."""
     message = message or ""
     if "continuous_usage" in message:
-        yield form.but(continuous_usage=False)
+        yield form.changed(continuous_usage=False)
     if "stream_options" in message or "include_usage" in message:
-        yield form.but(continuous_usage=False)
-        yield form.but(continuous_usage=False, usage=False)
+        yield form.changed(continuous_usage=False)
+        yield form.changed(continuous_usage=False, usage=False)
     if "ignore_eos" in message:
-        yield form.but(ignore_eos=False)
+        yield form.changed(ignore_eos=False)
     if re.search(r"max_(completion_|output_|new_)?tokens", message):
-        with_completion_key = form.but(length_key="max_completion_tokens")
-        with_usual_key = form.but(length_key="max_tokens")
+        with_completion_key = form.changed(length_key="max_completion_tokens")
+        with_usual_key = form.changed(length_key="max_tokens")
         yield with_completion_key
         yield _RequestForm(with_usual_key.facts, PROBE_TOKENS[1])
         yield _RequestForm(with_completion_key.facts, PROBE_TOKENS[1])
     if "temperature" in message:
-        yield form.but(is_greedy=False)
+        yield form.changed(is_greedy=False)
 
 
 def _other_forms(form: _RequestForm) -> Iterator[_RequestForm]:
     """Yield forms that leave out one field after the other, for error messages that name none. The
     fields that the measurement needs most are left out last."""
-    no_counts: dict[str, Any] = {"continuous_usage": False}
-    other_key: dict[str, Any] = {"length_key": "max_completion_tokens"}
-    sampled: dict[str, Any] = {"is_greedy": False}
-    bare: dict[str, Any] = {"continuous_usage": False, "usage": False, "ignore_eos": False}
-    yield form.but(**no_counts)
-    yield form.but(**no_counts, ignore_eos=False)
-    yield form.but(**no_counts, usage=False)
-    for base in ({}, bare):
-        for changes in ({}, other_key, sampled, other_key | sampled):
-            yield form.but(**base, **changes)
-    for changes in ({}, other_key | sampled):
-        yield _RequestForm(form.but(**bare, **changes).facts, PROBE_TOKENS[1])
+    yield form.changed(continuous_usage=False)
+    yield form.changed(continuous_usage=False, ignore_eos=False)
+    yield form.changed(continuous_usage=False, usage=False)
+    # Without all fields that OpenAI's API does not have, and with other forms of those that it has.
+    minimal = form.changed(continuous_usage=False, usage=False, ignore_eos=False)
+    for base in (form, minimal):
+        yield base
+        yield base.changed(length_key="max_completion_tokens")
+        yield base.changed(is_greedy=False)
+        yield base.changed(length_key="max_completion_tokens", is_greedy=False)
+    # Some endpoints require a larger number of output tokens.
+    yield _RequestForm(minimal.facts, PROBE_TOKENS[1])
+    reasoning = minimal.changed(length_key="max_completion_tokens", is_greedy=False)
+    yield _RequestForm(reasoning.facts, PROBE_TOKENS[1])
 
 
 def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> TargetUnusable:
@@ -433,10 +435,11 @@ def names_of_models(response: Any) -> list[str]:
         models = [models] if isinstance(models, dict) else models
     if not isinstance(models, list):
         raise ValueError("no list of models")
-    names = [
-        next((model[key] for key in ("id", "name", "model") if model.get(key)), None)
-        if isinstance(model, dict)
-        else model
-        for model in models
-    ]
-    return [name for name in names if isinstance(name, str) and name and is_text(name)]
+    names = []
+    for model in models:
+        name = model
+        if isinstance(model, dict):
+            name = model.get("id") or model.get("name") or model.get("model")
+        if isinstance(name, str) and name and is_text(name):
+            names.append(name)
+    return names
