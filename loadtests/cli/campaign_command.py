@@ -78,24 +78,23 @@ def run_campaign(
         check_trust(plan)
     with Progress() as progress:
         folder = run(plan, out, progress)
-    _answer(folder)
+    _print_results(folder)
 
 
 def _plan_of(what: list[str]) -> Plan:
     """Return the campaign of a file, or of models. Raises BadCampaign."""
     from crossover.loadtests.campaign.campaign_file import DEMO, campaign_of_models, read_campaign
 
-    files = [one for one in what if one.lower().endswith(".toml")]
     if not what:
         return read_campaign(DEMO)
-    if not files:
+    if not any(argument.lower().endswith(".toml") for argument in what):
         return campaign_of_models(what)
     if len(what) > 1:
         raise BadCampaign(
             f"Give one campaign file or models, not {' and '.join(what)}. A campaign file lists "
             "several models under `models`."
         )
-    return read_campaign(Path(files[0]))
+    return read_campaign(Path(what[0]))
 
 
 CONFIRM = "Also confirm the cells that are only estimated, however long that takes."
@@ -116,10 +115,11 @@ def resume_campaign(
 
     with Progress() as progress:
         resume(folder, progress, confirm=confirm, trust=trust)
-    _answer(folder)
+    _print_results(folder)
 
 
-def _answer(folder: Path) -> None:
+def _print_results(folder: Path) -> None:
+    """Print the table of results, and how to get the report."""
     from crossover.loadtests.campaign.campaign_text import show_run
 
     show_run(folder, levels=False)

@@ -59,12 +59,12 @@ def _compare(options: CompareOptions) -> None:
     """
     from crossover.loadtests.comparison.compare_runs import compare, read_arm
 
-    arms = read_arm(options.first), read_arm(options.second)
-    found = compare(*arms, allow=options.allow or ())
-    show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
-    if options.fail_on is not None and found.verdict == "not known":
-        raise LoadError(f"--fail-on slower: It is not known whether B is slower: {found.reason}")
-    if options.fail_on is not None and found.verdict in ("slower", "different"):
+    first, second = read_arm(options.first), read_arm(options.second)
+    result = compare(first, second, allow=options.allow or ())
+    show_comparison(result, Console(width=None if sys.stdout.isatty() else 200))
+    if options.fail_on is not None and result.verdict == "not known":
+        raise LoadError(f"--fail-on slower: It is not known whether B is slower: {result.reason}")
+    if options.fail_on is not None and result.verdict in ("slower", "different"):
         raise typer.Exit(1)
 
 
@@ -72,27 +72,46 @@ comparison = typer.Typer(add_completion=False)
 comparison.command("compare")(command_of(CompareOptions, _compare))
 
 
-def show_comparison(found: Comparison, console: Console) -> None:
+def show_comparison(result: Comparison, console: Console) -> None:
     """Print the differences between two sets of runs."""
-    words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
+    words = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
     console.print(f"second against first: {words}", style="bold", markup=False)
-    for note in found.notes:
+    for note in result.notes:
         console.print(note, style="dim", markup=False)
-    columns = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
-    table = Table(*columns.split(","), box=None, pad_edge=False)
-    for row in found.rows:
+    table = Table(
+        "cell",
+        "load",
+        "metric",
+        "runs",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "verdict",
+        box=None,
+        pad_edge=False,
+    )
+    for row in result.rows:
         interval = "-"
         if row.low is not None and row.high is not None:
             interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
+        first_runs, second_runs = row.runs
         table.add_row(
-            *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
-            *(_value(row.metric, row.first), _value(row.metric, row.second)),
-            *(f"{row.ratio - 1:+.1%}", interval, row.verdict),
+            row.cell,
+            row.load or "-",
+            row.metric,
+            f"{first_runs}+{second_runs}",
+            _value(row.metric, row.first),
+            _value(row.metric, row.second),
+            f"{row.ratio - 1:+.1%}",
+            interval,
+            row.verdict,
         )
     console.print(table)
 
 
 def _value(metric: str, value: float) -> str:
+    """Return a metric's value with its unit."""
     if metric == "limit":
         return formatting.rate(value, 3)
     return f"{value:.3g}/s" if metric == "output tokens/s" else formatting.seconds(value, 3)

@@ -76,7 +76,7 @@ def _load(options: CommandOptions) -> None:
         raise LoadError(f"--slo: {problem}") from None
     try:
         with signals_interrupt():
-            level = measured(options)
+            level = measure(options)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
     show_level(level, slo, has_sessions=parse_workload(options.workload).has_sessions)
@@ -85,31 +85,43 @@ def _load(options: CommandOptions) -> None:
 load = command_of(CommandOptions, _load)
 
 
-def measured(options: CommandOptions) -> Level:
-    """Return the level when its last answer has arrived. Raises LoadError."""
-    more = {"concurrency": options.concurrency, "window_seconds": options.duration}
+def measure(options: CommandOptions) -> Level:
+    """Send the load and return the level when its last answer has arrived. Raises LoadError."""
+    plan = plan_of(options, concurrency=options.concurrency, window_seconds=options.duration)
     with (
         Progress() as progress,
         tempfile.TemporaryDirectory(prefix="crossover-load-") as folder,
-        LoadGenerator(log=Path(folder) / "log") as generator,  # Locust prints tables of its own
+        # The log is for Locust's own tables, which nobody reads here.
+        LoadGenerator(log=Path(folder) / "log") as generator,
     ):
         progress.tick(f"probing {options.url}")
-        plan = plan_of(options, facts=(facts := probe(plan_of(options, **more).target)), **more)
+        facts = probe(plan.target)
+        plan = msgspec.structs.replace(plan, facts=facts)
         progress.say(f"{options.url}: model {facts.model}")
         for note in facts.notes:
             progress.say(f"  note: {note}")
         rows, busy_share = LevelRows(), None
-        for told in generator.run(plan):
-            match told:
+        for message in generator.run(plan):
+            match message:
                 case RequestRecord():
-                    rows.add(told)
+                    rows.add(message)
                 case Ended():
-                    busy_share = told.busy_share
+                    busy_share = message.busy_share
             progress.tick(f"{plan.load_in_words}: {rows.count} answers")
-    name = {"cell": plan.cell, "level": plan.level, "window_seconds": plan.window_seconds}
-    begun = {**name, "rate_per_second": plan.rate, "concurrency": plan.concurrency}
-    end = {**name, "due": rows.count, "generator_busy_share": busy_share}
-    started, finished = msgspec.convert(begun, LevelStarted), msgspec.convert(end, LevelFinished)
+    started = LevelStarted(
+        cell=plan.cell,
+        level=plan.level,
+        rate_per_second=plan.rate,
+        concurrency=plan.concurrency,
+        window_seconds=plan.window_seconds,
+    )
+    finished = LevelFinished(
+        cell=plan.cell,
+        level=plan.level,
+        due=rows.count,
+        window_seconds=plan.window_seconds,
+        generator_busy_share=busy_share,
+    )
     return rows.level(started, finished)
 
 
@@ -117,7 +129,7 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     """Print the results of one level."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
     offered = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
-    if has_sessions:
+    if has_sessions:  # the rate is of conversations
         offered = f"{level.rate:.3g} conversations/s started, "
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
@@ -126,7 +138,8 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())
         console.print(f"failed: {failed}", style="red")
-    table = Table("", "mean", *(name for name, _ in PERCENTILES), box=None, pad_edge=False)
+    statistics = ["mean", *(name for name, _ in PERCENTILES)]  # fields of Distribution
+    table = Table("", *statistics, box=None, pad_edge=False)
     for title, values in (
         ("TTFT", level.ttft[counted]),
         ("TTFA", level.ttfa[counted]),
@@ -135,9 +148,9 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
         ("E2E", level.e2e[counted]),
         ("send delay", level.send_delay[counted]),
     ):
-        found = distribution(values)
-        shown = (found.mean, *(getattr(found, name) for name, _ in PERCENTILES))
-        table.add_row(title, *(formatting.seconds(value, 3, "-") for value in shown))
+        times = distribution(values)
+        cells = [formatting.seconds(getattr(times, name), 3, "-") for name in statistics]
+        table.add_row(title, *cells)
     console.print(table)
     if (tokens := level.output_tokens_per_second) is not None:
         in_flight = level.mean_in_flight(*level.window)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from crossover.cli import app
 from crossover.loadtests.comparison.compare_runs import (
-    Facts,
+    CellFacts,
     RunValues,
     compare,
     read,
@@ -76,7 +76,7 @@ def test_without_repeats_nothing_is_known() -> None:
     assert row.ratio == pytest.approx(2.0, rel=0.1) and (row.p, row.low) == (None, None)
 
 
-def run(name: str, cell: Facts = CELL, load: str = "1/s", **changes: Any) -> RunValues:
+def run(name: str, cell: CellFacts = CELL, load: str = "1/s", **changes: Any) -> RunValues:
     return RunValues(manifest(name, **changes), {cell: {(load, "TTFT p50"): 1.0}})
 
 
@@ -142,7 +142,7 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
     with RunFolder.create(folder, manifest(folder.name, at=at)) as run:
         for number, rate in enumerate(rates):
             name = f"c#{number}"
-            run.event(
+            run.append_event(
                 LevelStarted(
                     cell="c",
                     level=name,
@@ -155,8 +155,10 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
             for i, due in enumerate(dues.tolist()):
                 ttft, gap = (slower * one * rng.uniform(0.9, 1.1) for one in (0.3, 0.05))
                 made = request(i, due, ttft=ttft, gap=gap, tokens=12)
-                run.request(msgspec.structs.replace(made, level=name))
-            run.finish(LevelFinished(cell="c", level=name, due=len(dues), window_seconds=60.0))
+                run.append_request(msgspec.structs.replace(made, level=name))
+            run.finish_level(
+                LevelFinished(cell="c", level=name, due=len(dues), window_seconds=60.0)
+            )
         limit = 3.5 / slower * float(rng.uniform(0.99, 1.01))
         capacity = Capacity(
             state="confirmed",
@@ -166,7 +168,7 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
             high=4.0,
             method="step_times",
         )
-        run.event(CellFinished(cell="c", capacity=capacity))
+        run.append_event(CellFinished(cell="c", capacity=capacity))
     return folder
 
 
