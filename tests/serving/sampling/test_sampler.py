@@ -191,7 +191,7 @@ def test_bounds_of_top_p_decide_what_the_sum_of_all_tokens_decides(
     work = (random.standard_normal(vocabulary) * spread).astype(np.float32)
     work[random.integers(0, vocabulary, 20)] += random.exponential(4.0, 20).astype(np.float32)
     sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p)
-    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).row(0)
+    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).of_row(0)
     best = float(work.max())
     least = best + temperature * np.log(min_p) if min_p > 0 else -np.inf
     bounds, exact = TopPBounds(work, sampling, groups, least), TopP(work, sampling, best, least)
@@ -209,7 +209,7 @@ def test_bounds_of_top_p_tell_of_nearly_every_token_of_a_language_model() -> Non
     work = (random.standard_normal(128_256) * 2.5).astype(np.float32)
     work[random.integers(0, len(work), 200)] = 18 - random.exponential(4.0, 200)
     sampling = Sampling(temperature=0.8, top_p=0.95)
-    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).row(0)
+    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).of_row(0)
     bounds = TopPBounds(work, sampling, groups, -np.inf)
     likely = np.argsort(-work)[:300]
     told = [bounds.keeps(work[token]) is not None for token in likely]
