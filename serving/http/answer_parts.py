@@ -11,6 +11,7 @@ cannot be parsed as one, or was cut off, is content. The marks of a dialect
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -21,24 +22,27 @@ from typing import Any, Literal, NamedTuple
 from crossover.models.answer_marks import Dialect, dialect_of
 from crossover.serving.http.body_types import CalledFunction, ToolCall
 
-THINK, THOUGHT = "<think>", "</think>"
-CALL, CALLED = "<tool_call>", "</tool_call>"
-FUNCTION = "<function="  # Qwen3-Coder leaves <tool_call> before it out now and then
-TRAILING_CALL = "<|tool_call|>"  # Granite 3: a JSON list up to the end
-GEMMA_THINK, GEMMA_THOUGHT = "<|channel>", "<channel|>"
-_GEMMA_CALL, _GEMMA_CALLED, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+# The marks of each dialect (crossover.models.answer_marks).
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION_OPEN = "<function="  # inside <tool_call>, which Qwen3-Coder sometimes leaves out
+GRANITE_CALL = "<|tool_call|>"  # Granite 3: a JSON list follows, up to the end of the output
+GRANITE_RESPONSE_MARKS = ("<response>", "</response>")  # Granite 3: around what is not reasoning
+GEMMA_CHANNEL_OPEN, GEMMA_CHANNEL_CLOSE = "<|channel>", "<channel|>"
+_GEMMA_CALL_OPEN, _GEMMA_CALL_CLOSE = "<|tool_call>", "<tool_call|>"
+_GEMMA_QUOTE = '<|"|>'
+_HARMONY_START, _HARMONY_CHANNEL, _HARMONY_MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 # Formats of tool calls:
 #   hermes    JSON in <tool_call>, or <function=f><parameter=p>, as Qwen3-Coder and Qwen3.5 write it
-#   trailing  that of Granite 3
-#   native    that of the dialect
-#   list      a JSON list and nothing else
-Format = Literal["hermes", "trailing", "native", "list"]
-Kind = Literal["start", "reasoning", "content", "call", "list", "header"]
-RESPONSE_MARKS = ("<response>", "</response>")  # of Granite 3, around what is not reasoning
+#   trailing  a JSON list at the end, as Granite 3 writes it
+#   native    the format of the gemma or the harmony dialect
+#   list      a JSON list and nothing else, as forced calls are generated
+CallFormat = Literal["hermes", "trailing", "native", "list"]
+# What the parser is reading. "start": not known yet. "header": of a Harmony message.
+State = Literal["start", "reasoning", "content", "call", "list", "header"]
 
 
 class OutputFormat(NamedTuple):
@@ -49,42 +53,53 @@ class OutputFormat(NamedTuple):
     """
 
     reasoning: Literal["maybe", "open"] | None
-    calls: Format | None
-    names: frozenset[str]  # of functions
+    calls: CallFormat | None
+    function_names: frozenset[str]
     dialect: Dialect = "tags"
-    parameters: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS  # JSON schemas, by function
-    dropped: tuple[str, ...] = ()  # marks around content, which are removed
-    is_tagged: bool = False  # the template shows calls as <function=f>
+    schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS  # of parameters, by function
+    content_marks: tuple[str, ...] = ()  # marks around content, which are removed
+    has_function_tags: bool = False  # the template shows calls as <function=f>
 
 
 def format_of_output(
     template: str,
     prompt: str,
-    calls: Format | None,
-    parameters: Mapping[str, Mapping[str, Any]],
-    is_free: bool,
+    calls: CallFormat | None,
+    schemas: Mapping[str, Mapping[str, Any]],
+    is_constrained: bool,
 ) -> OutputFormat | None:
     """Return the format of the answer to a prompt; None: all of it is content.
 
-    `calls`: the format of tool calls; None: no calls. `parameters`: JSON schemas of the functions
-    in the prompt, by name. `is_free`: no grammar constrains the answer.
+    `calls`: the format of tool calls; None: no calls. `schemas`: JSON schemas of the parameters of
+    the functions in the prompt, by name. `is_constrained`: a grammar constrains the answer, which
+    then has no marks.
     """
-    dialect, end = dialect_of(template), prompt.rstrip()
-    names = frozenset(parameters)
-    if not is_free:
-        return None if calls is None else OutputFormat(None, calls, names)
-    if dialect == "harmony":
-        is_open = end.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
-        return OutputFormat("open" if is_open else "maybe", calls, names, dialect, parameters)
-    if dialect == "gemma":
-        is_open = end.endswith(f"{GEMMA_THINK}thought")
-        return OutputFormat("open" if is_open else "maybe", calls, names, dialect, parameters)
-    dropped = tuple(mark for mark in RESPONSE_MARKS if mark in template)
-    is_tagged = calls == "hermes" and FUNCTION in template
-    form = OutputFormat(None, calls, names, dialect, parameters, dropped, is_tagged)
-    if THOUGHT not in template:
-        return None if calls is None and not dropped else form
-    return form._replace(reasoning="open" if end.endswith(THINK) else "maybe")
+    function_names = frozenset(schemas)
+    if is_constrained:
+        return None if calls is None else OutputFormat(None, calls, function_names)
+    dialect = dialect_of(template)
+    prompt_end = prompt.rstrip()
+    if dialect != "tags":
+        reasoning_open = f"{_HARMONY_CHANNEL}analysis{_HARMONY_MESSAGE}"
+        if dialect == "gemma":
+            reasoning_open = f"{GEMMA_CHANNEL_OPEN}thought"
+        is_open = prompt_end.endswith(reasoning_open)
+        reasoning: Literal["maybe", "open"] = "open" if is_open else "maybe"
+        return OutputFormat(reasoning, calls, function_names, dialect, schemas)
+    output_format = OutputFormat(
+        reasoning=None,
+        calls=calls,
+        function_names=function_names,
+        dialect=dialect,
+        schemas=schemas,
+        content_marks=tuple(mark for mark in GRANITE_RESPONSE_MARKS if mark in template),
+        has_function_tags=calls == "hermes" and FUNCTION_OPEN in template,
+    )
+    if THINK_CLOSE in template:
+        is_open = prompt_end.endswith(THINK_OPEN)
+        return output_format._replace(reasoning="open" if is_open else "maybe")
+    has_marks = calls is not None or output_format.content_marks
+    return output_format if has_marks else None
 
 
 class Part(NamedTuple):
@@ -95,127 +110,169 @@ class Part(NamedTuple):
     call: ToolCall | None = None
 
 
+class _Marks(NamedTuple):
+    """`openers`: the marks that an output may begin with. `ends`: by state, the marks that end it.
+    Each mark is given with the state that follows it."""
+
+    openers: dict[str, State]
+    ends: dict[State, dict[str, State]]
+
+
+def _marks_of(output_format: OutputFormat, plain_state: State) -> _Marks:
+    """Return the marks of a format. `plain_state`: the state of text without marks."""
+    if output_format.dialect == "gemma":
+        return _Marks(
+            openers={GEMMA_CHANNEL_OPEN: "reasoning"},
+            ends={
+                "reasoning": {GEMMA_CHANNEL_CLOSE: plain_state},
+                "content": {GEMMA_CHANNEL_OPEN: "reasoning", _GEMMA_CALL_OPEN: "call"},
+                "call": {_GEMMA_CALL_CLOSE: "content"},
+            },
+        )
+    if output_format.dialect == "harmony":
+        end_of_message: dict[str, State] = {_HARMONY_START: "header", _HARMONY_CHANNEL: "header"}
+        end_of_message |= dict.fromkeys(_HARMONY_ENDS, "header")
+        return _Marks(
+            openers={_HARMONY_START: "header", _HARMONY_CHANNEL: "header", " to=": "header"},
+            ends={
+                "reasoning": end_of_message,
+                "content": end_of_message,
+                "call": end_of_message,
+                "header": {_HARMONY_MESSAGE: "content"},  # unless the header says otherwise
+            },
+        )
+    content_ends: dict[str, State] = dict.fromkeys(output_format.content_marks, "content")
+    call_ends: dict[str, State] = {}
+    if output_format.calls == "hermes":
+        content_ends[CALL_OPEN] = "call"
+        call_ends[CALL_CLOSE] = "content"
+    elif output_format.calls == "trailing":
+        content_ends[GRANITE_CALL] = "call"
+    if output_format.has_function_tags:
+        # Only with the names of known functions, because content may contain such tags too.
+        for name in output_format.function_names:
+            content_ends[f"{FUNCTION_OPEN}{name}>"] = "call"
+    return _Marks(
+        openers={THINK_OPEN: "reasoning"},
+        ends={
+            "reasoning": {THINK_CLOSE: plain_state},
+            "content": content_ends,
+            "call": call_ends,
+        },
+    )
+
+
 class OutputParser:
     """Parses the output of one sequence. It holds back only the beginning of a possible mark, white
     space before a part, and incomplete calls."""
 
-    def __init__(self, form: OutputFormat) -> None:
-        self._form = form
-        self._held = ""
-        self._fresh = True  # the current part has no text yet
-        self._opened = ""  # the mark that began this call
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._format = output_format
+        self._buffer = ""  # text that is held back
+        self._plain_state: State = "list" if output_format.calls == "list" else "content"
+        self._state: State = self._plain_state
+        if output_format.reasoning == "open":
+            self._state = "reasoning"
+        elif output_format.reasoning == "maybe" or output_format.dialect == "harmony":
+            self._state = "start"
+        self._is_part_empty = True  # no text of the current part has arrived
+        self._opening_mark = ""  # the mark that began the current call
         self._recipient = ""  # of a Harmony message: the function that it calls
-        plain_kind: Kind = "list" if form.calls == "list" else "content"
-        self._plain_kind = plain_kind  # of text without marks
-        self._kind: Kind = {"maybe": "start", "open": "reasoning", None: plain_kind}[form.reasoning]
-        # The marks that an output may begin with, and the marks that end each kind of part, each
-        # with the kind of the part after it.
-        self._openers: dict[str, Kind] = {THINK: "reasoning"}
-        self._marks: dict[Kind, dict[str, Kind]] = {"reasoning": {THOUGHT: plain_kind}}
-        opening_mark = {"hermes": CALL, "trailing": TRAILING_CALL}.get(form.calls or "")
-        self._marks["content"] = dict.fromkeys(form.dropped, "content")
-        if opening_mark is not None:
-            self._marks["content"][opening_mark] = "call"
-            self._marks["call"] = {CALLED: "content"} if opening_mark == CALL else {}
-        if form.is_tagged:  # known functions only, because content may have such tags, too
-            self._marks["content"] |= {f"{FUNCTION}{name}>": "call" for name in form.names}
-        if form.dialect == "gemma":
-            self._openers = {GEMMA_THINK: "reasoning"}
-            self._marks = {
-                "reasoning": {GEMMA_THOUGHT: plain_kind},
-                "content": {GEMMA_THINK: "reasoning", _GEMMA_CALL: "call"},
-                "call": {_GEMMA_CALLED: "content"},
-            }
-        elif form.dialect == "harmony":
-            self._kind = "reasoning" if form.reasoning == "open" else "start"
-            self._openers = {_START: "header", _CHANNEL: "header", " to=": "header"}
-            body: dict[str, Kind] = {_START: "header", _CHANNEL: "header"}
-            body |= dict.fromkeys(_ENDS, "header")
-            self._marks = {"reasoning": body, "content": body, "call": body}
-            self._marks["header"] = {_MESSAGE: "content"}  # or what the header names
+        self._openers, self._ends = _marks_of(output_format, self._plain_state)
 
     def push(self, text: str, last: bool) -> list[Part]:
         """Return the parts that this text adds. `last`: also return what was held back."""
-        self._held += text
+        self._buffer += text
         parts: list[Part] = []
         while True:
-            if self._kind == "start":
-                if not self._begin(last):
+            if self._state == "start":
+                if not self._leave_start(last):
                     return parts
                 continue
-            if self._fresh:
-                self._held = self._held.lstrip()
-                if self._kind == "reasoning" and self._form.dialect == "gemma":
-                    if "thought\n".startswith(self._held) and not last:
-                        return parts  # the name of the channel
-                    self._held = self._held.removeprefix("thought\n").lstrip()
-                self._fresh = not self._held
-            marks = self._marks.get(self._kind, {})
-            places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-            at, mark = min(places, default=(len(self._held), ""))
-            content, remainder = self._held[:at], self._held[at + len(mark) :]
-            if not mark and not last:
-                if self._kind in ("call", "list", "header"):
-                    return parts
-                held_characters = max(
-                    (_overlap(content, end_mark) for end_mark in marks), default=0
-                )
-                content, remainder = (
-                    content[: len(content) - held_characters],
-                    content[len(content) - held_characters :],
-                )
-            self._held = remainder
-            self._take(content, mark, parts)
-            if not mark:
+            if self._is_part_empty and not self._begin_part(last):
                 return parts
-            self._kind, self._fresh = marks[mark], True
-            self._follow(content, mark)
+            marks = self._ends.get(self._state, {})
+            ends = [(end, mark) for mark in marks if (end := self._buffer.find(mark)) >= 0]
+            if ends:
+                end, mark = min(ends)
+                before = self._buffer[:end]
+                self._buffer = self._buffer[end + len(mark) :]
+                self._add(before, mark, parts)
+                self._state = marks[mark]
+                self._is_part_empty = True
+                self._enter_part(before, mark)
+                continue
+            end = len(self._buffer)
+            if not last:
+                if self._state in ("call", "list", "header"):
+                    return parts
+                end -= max((_overlap(self._buffer, mark) for mark in marks), default=0)
+            complete = self._buffer[:end]
+            self._buffer = self._buffer[end:]
+            self._add(complete, "", parts)
+            return parts
 
-    def _begin(self, last: bool) -> bool:
-        """Decide what the output begins with. Return False if that is not known yet."""
-        self._held = self._held.lstrip() if self._form.dialect != "harmony" else self._held
-        if not last and any(opener.startswith(self._held) for opener in self._openers):
+    def _leave_start(self, last: bool) -> bool:
+        """Set the state by the mark that the output begins with. Return False if more text is
+        needed for that."""
+        if self._format.dialect != "harmony":
+            self._buffer = self._buffer.lstrip()
+        if not last and any(opener.startswith(self._buffer) for opener in self._openers):
             return False
-        mark = next((opener for opener in self._openers if self._held.startswith(opener)), "")
-        self._kind, self._fresh = self._openers.get(mark, self._plain_kind), True
-        if self._kind != "header":  # a header is parsed with its mark
-            self._held = self._held.removeprefix(mark)
+        mark = next((opener for opener in self._openers if self._buffer.startswith(opener)), "")
+        self._state = self._openers.get(mark, self._plain_state)
+        self._is_part_empty = True
+        if self._state != "header":  # the mark is part of a header, and needed to parse it
+            self._buffer = self._buffer.removeprefix(mark)
         return True
 
-    def _take(self, text: str, mark: str, parts: list[Part]) -> None:
-        """Add a piece of the current part. `mark`: the mark that ends the part; "": none has
-        arrived."""
-        if self._kind == "list":
-            parts += self._calls(text, text)
-        elif self._kind == "call":
-            is_whole = bool(mark) or self._form.dialect == "harmony"
-            is_whole = is_whole or self._opened == TRAILING_CALL
-            raw_text = text
-            if self._opened == CALL:
-                raw_text = f"{CALL}{text}{mark}"
-            elif self._opened.startswith(FUNCTION):
-                text = f"{self._opened}{text}"
-                is_whole, raw_text = True, f"{text}{mark}"
-            parts += self._calls(text if is_whole else "", raw_text)
-        elif text and self._kind in ("reasoning", "content"):
-            parts.append(Part("reasoning" if self._kind == "reasoning" else "content", text))
+    def _begin_part(self, last: bool) -> bool:
+        """Skip the white space before a part. Return False if more text is needed for that."""
+        self._buffer = self._buffer.lstrip()
+        if self._state == "reasoning" and self._format.dialect == "gemma":
+            channel_name = "thought\n"  # between the mark and the reasoning
+            if channel_name.startswith(self._buffer) and not last:
+                return False
+            self._buffer = self._buffer.removeprefix(channel_name).lstrip()
+        self._is_part_empty = not self._buffer
+        return True
 
-    def _follow(self, before: str, mark: str) -> None:
-        """Set the kind of the part after a mark that does not determine it alone. `before`: the
-        text before the mark."""
-        self._opened = mark
-        if self._form.dialect != "harmony":
+    def _add(self, text: str, mark: str, parts: list[Part]) -> None:
+        """Add text of the current state to `parts`. `mark`: the mark that ends the state; "": none
+        has arrived."""
+        if self._state == "list":
+            parts += self._calls(text, text)
+        elif self._state == "call":
+            is_complete = bool(mark) or self._format.dialect == "harmony"
+            is_complete = is_complete or self._opening_mark == GRANITE_CALL
+            raw_text = text
+            if self._opening_mark == CALL_OPEN:
+                raw_text = f"{CALL_OPEN}{text}{mark}"
+            elif self._opening_mark.startswith(FUNCTION_OPEN):
+                is_complete = True  # if </function> is missing, it is not parsed as a call
+                text = f"{self._opening_mark}{text}"
+                raw_text = f"{text}{mark}"
+            parts += self._calls(text if is_complete else "", raw_text)
+        elif text and self._state in ("reasoning", "content"):
+            parts.append(Part("reasoning" if self._state == "reasoning" else "content", text))
+
+    def _enter_part(self, before: str, mark: str) -> None:
+        """Prepare for the part after a mark: remember how a call began, and set the state that a
+        Harmony header asks for. `before`: the text before the mark."""
+        self._opening_mark = mark
+        if self._format.dialect != "harmony":
             return
-        if self._kind == "header":
-            self._held = (mark if mark == _CHANNEL else "") + self._held
+        if self._state == "header":
+            if mark == _HARMONY_CHANNEL:  # it is part of the header, and needed to parse it
+                self._buffer = mark + self._buffer
             return
         recipient = re.search(r"\bto=(?:functions\.)?([\w.-]+)", before)
-        channel = re.search(re.escape(_CHANNEL) + r"\s*(\w+)", before)
+        channel = re.search(re.escape(_HARMONY_CHANNEL) + r"\s*(\w+)", before)
         self._recipient = recipient[1] if recipient else ""
         if recipient:
-            self._kind = "call"
+            self._state = "call"
         elif channel and channel[1] == "analysis":
-            self._kind = "reasoning"
+            self._state = "reasoning"
 
     def _calls(self, text: str, raw_text: str) -> list[Part]:
         """Return the calls in a text, or `raw_text` as content if it cannot be parsed."""
@@ -223,40 +280,47 @@ class OutputParser:
             calls = [self._call(call) for call in self._decode_calls(text)]
         except (ValueError, TypeError, LookupError, RecursionError):
             calls = []
-        return calls or ([Part("content", raw_text)] if raw_text else [])
+        if calls:
+            return calls
+        return [Part("content", raw_text)] if raw_text else []
 
     def _decode_calls(self, text: str) -> list[Any]:
         """Return the calls as decoded JSON. Raises ValueError, LookupError, RecursionError."""
-        if self._form.dialect == "harmony" and self._kind == "call":
+        dialect = "tags" if self._state == "list" else self._format.dialect
+        if dialect == "harmony":
             return [{"name": self._recipient, "arguments": json.loads(text or "{}")}]
-        if self._form.dialect == "gemma" and self._kind == "call":
+        if dialect == "gemma":
             return [_gemma_call(text)]
-        if text.lstrip().startswith("<function="):
-            return [_tagged_call(text, self._form.parameters)]
+        if text.lstrip().startswith(FUNCTION_OPEN):
+            return [_tagged_call(text, self._format.schemas)]
         decoded = json.loads(text)
         return decoded if isinstance(decoded, list) else [decoded]
 
     def _call(self, decoded: Any) -> Part:
         """Return a decoded call as a part. Raises ValueError unless it calls a known function."""
-        if not isinstance(decoded, dict) or decoded.get("name") not in self._form.names:
-            raise ValueError("no call")
-        arguments = decoded.get("arguments", decoded.get("parameters"))
-        arguments_text = (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
-        )
+        if not isinstance(decoded, dict) or decoded.get("name") not in self._format.function_names:
+            raise ValueError("not a call of a known function")
+        arguments: Any = decoded.get("arguments", decoded.get("parameters"))
         if arguments is None:
             arguments_text = "{}"
-        elif not isinstance(json.loads(arguments_text), dict):
-            raise ValueError("no object")
-        text = arguments_text.encode(errors="replace").decode()  # without lone surrogates
-        function = CalledFunction(name=decoded["name"], arguments=text)
+        elif isinstance(arguments, str):
+            arguments_text = arguments
+        else:
+            arguments_text = json.dumps(arguments, allow_nan=False)
+        if not isinstance(json.loads(arguments_text), dict):
+            raise ValueError("the arguments are not an object")
+        # Lone surrogates, which JSON can escape, cannot be encoded in the response.
+        arguments_text = arguments_text.encode(errors="replace").decode()
+        function = CalledFunction(name=decoded["name"], arguments=arguments_text)
         return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))
 
 
 def _overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a mark."""
-    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
 
 
 # --- calls that are not JSON
@@ -267,22 +331,20 @@ def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[st
     Qwen3.5 write it. A value is text if the schema says so or it is not JSON. Raises ValueError."""
     match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", text, re.DOTALL)
     if match is None:
-        raise ValueError("no call")
+        raise ValueError("not a call")
     name, body = match[1].strip(), match[2]
-    pattern = r"<parameter=([^>\n]+)>(.*?)</parameter>"
-    if re.sub(pattern, "", body, flags=re.DOTALL).strip():
-        raise ValueError("no parameters")
+    parameter_pattern = r"<parameter=([^>\n]+)>(.*?)</parameter>"
+    if re.sub(parameter_pattern, "", body, flags=re.DOTALL).strip():
+        raise ValueError("text outside of the parameters")
     properties = schemas.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    for key, value in re.findall(pattern, body, re.DOTALL):
-        schema = properties.get(key.strip(), {})
-        raw_value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = raw_value
-        if schema.get("type") != "string":
-            try:
-                arguments[key.strip()] = json.loads(raw_value)
-            except ValueError:
-                pass
+    for raw_key, raw_value in re.findall(parameter_pattern, body, re.DOTALL):
+        key = raw_key.strip()
+        text_value = raw_value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = text_value
+        if properties.get(key, {}).get("type") != "string":
+            with contextlib.suppress(ValueError):
+                arguments[key] = json.loads(text_value)
     return {"name": name, "arguments": arguments}
 
 
@@ -291,64 +353,65 @@ def _gemma_call(text: str) -> dict[str, Any]:
     ValueError, LookupError."""
     match = re.match(r"\s*call:\s*([\w.-]+)\s*(?=\{)", text)
     if match is None:
-        raise ValueError("no call")
+        raise ValueError("not a call")
     arguments, end = _gemma_value(text, match.end())
     if text[end:].strip():
-        raise ValueError("more than a call")
+        raise ValueError("text after the call")
     return {"name": match[1], "arguments": arguments}
 
 
-def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value that begins at a place, and where it ends. Raises ValueError,
-    LookupError."""
-    at = _past_spaces(text, at)
-    if text.startswith(_GEMMA_QUOTE, at):
-        end = text.index(_GEMMA_QUOTE, at + len(_GEMMA_QUOTE))
-        return text[at + len(_GEMMA_QUOTE) : end], end + len(_GEMMA_QUOTE)
-    if text[at] == "{":
+def _gemma_value(text: str, position: int) -> tuple[Any, int]:
+    """Return the value that begins at a position of the text, and the position after it. Raises
+    ValueError, LookupError."""
+    position = _skip_spaces(text, position)
+    if text.startswith(_GEMMA_QUOTE, position):
+        start = position + len(_GEMMA_QUOTE)
+        end = text.index(_GEMMA_QUOTE, start)
+        return text[start:end], end + len(_GEMMA_QUOTE)
+    if text[position] == "{":
         entries: dict[str, Any] = {}
-        at = _past_spaces(text, at + 1)
-        while text[at] != "}":
-            key, at = _gemma_key(text, at)
-            entries[key], at = _gemma_value(text, at)
-            at = _past_comma(text, at, "}")
-        return entries, at + 1
-    if text[at] == "[":
+        position = _skip_spaces(text, position + 1)
+        while text[position] != "}":
+            key, position = _gemma_key(text, position)
+            entries[key], position = _gemma_value(text, position)
+            position = _skip_comma(text, position, "}")
+        return entries, position + 1
+    if text[position] == "[":
         items: list[Any] = []
-        at = _past_spaces(text, at + 1)
-        while text[at] != "]":
-            item, at = _gemma_value(text, at)
+        position = _skip_spaces(text, position + 1)
+        while text[position] != "]":
+            item, position = _gemma_value(text, position)
             items.append(item)
-            at = _past_comma(text, at, "]")
-        return items, at + 1
-    value, end = json.JSONDecoder().raw_decode(text, at)
-    return value, end
+            position = _skip_comma(text, position, "]")
+        return items, position + 1
+    return json.JSONDecoder().raw_decode(text, position)
 
 
-def _gemma_key(text: str, at: int) -> tuple[str, int]:
-    """Return a key and where its value begins. Raises ValueError, LookupError."""
-    if text.startswith(_GEMMA_QUOTE, at) or text[at] == '"':
-        key, at = _gemma_value(text, at)
+def _gemma_key(text: str, position: int) -> tuple[str, int]:
+    """Return a key, and the position after its colon. Raises ValueError, LookupError."""
+    if text.startswith(_GEMMA_QUOTE, position) or text[position] == '"':
+        key, position = _gemma_value(text, position)
     else:
-        end = text.index(":", at)
-        key, at = text[at:end].strip(), end
-    at = _past_spaces(text, at)
-    if text[at] != ":":
+        end = text.index(":", position)
+        key, position = text[position:end].strip(), end
+    position = _skip_spaces(text, position)
+    if text[position] != ":":
         raise ValueError("a key without a value")
-    return str(key), at + 1
+    return str(key), position + 1
 
 
-def _past_comma(text: str, at: int, end: str) -> int:
-    """Return the next entry of a list, or its end. Raises ValueError, LookupError."""
-    at = _past_spaces(text, at)
-    if text[at] == ",":
-        return _past_spaces(text, at + 1)
-    if text[at] != end:
-        raise ValueError("no comma")
-    return at
+def _skip_comma(text: str, position: int, closing: str) -> int:
+    """Return the position of the next entry, or of the closing bracket if there is none. Raises
+    ValueError, LookupError."""
+    position = _skip_spaces(text, position)
+    if text[position] == ",":
+        return _skip_spaces(text, position + 1)
+    if text[position] != closing:
+        raise ValueError("no comma between two entries")
+    return position
 
 
-def _past_spaces(text: str, at: int) -> int:
-    while text[at].isspace():
-        at += 1
-    return at
+def _skip_spaces(text: str, position: int) -> int:
+    while text[position].isspace():
+        position += 1
+    return position

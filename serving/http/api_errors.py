@@ -19,12 +19,14 @@ from crossover.serving.errors import (
 )
 from crossover.serving.placement.placement_policy import NoPlacement
 
+# OpenAI's error type by status; every other 4xx is "invalid_request_error", every other 5xx
+# "server_error".
 _TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# error of the packages below -> status, code
+# The status and code of an error that is raised below the HTTP layer.
 _STATUS_AND_CODE: dict[type[Exception], tuple[int, str]] = {
     NoPlacement: (507, "does_not_fit"),
     LoadFailed: (500, "load_failed"),
@@ -50,7 +52,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(ServingError):
-    """A response with an error status. A message without a final full stop gets one."""
+    """A response with an error status and OpenAI's error object as its body.
+
+    `code` and `param` are keys of that object. A message without a final full stop gets one.
+    """
 
     def __init__(
         self,
@@ -65,17 +70,19 @@ class ApiError(ServingError):
         self.status = status
         self.code = code
         self.headers = headers or {}
-        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.body = ErrorBody(ErrorDetail(message, kind, param, code))
+        default_type = "invalid_request_error" if status < 500 else "server_error"
+        error_type = _TYPES.get(status, default_type)
+        self.body = ErrorBody(ErrorDetail(message, error_type, param, code))
 
 
-def refused(key: str, why: str, code: str | None = None) -> ApiError:
-    """Return a 400 that says why this key of the request is wrong."""
+def invalid_parameter(key: str, why: str, code: str | None = None) -> ApiError:
+    """Return a 400 that says why the value of this key of the request is not accepted."""
     return ApiError(400, f"{key}: {why}", code, key)
 
 
-def try_again(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
-    """Return a 429 or 503 with Retry-After (whole seconds) and Retry-After-Ms (OpenAI clients)."""
+def retry_later(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
+    """Return a 429 or 503 with Retry-After, in whole seconds, and Retry-After-Ms, in milliseconds,
+    which OpenAI's clients prefer."""
     headers = {
         "Retry-After": str(max(1, math.ceil(retry_after_seconds))),
         "Retry-After-Ms": str(max(1, math.ceil(retry_after_seconds * 1000))),
@@ -83,25 +90,30 @@ def try_again(status: int, message: str, code: str, retry_after_seconds: float) 
     return ApiError(status, message, code, headers=headers)
 
 
-def too_late(deadline_seconds: float | None) -> ApiError:
+def deadline_exceeded(deadline_seconds: float | None) -> ApiError:
     """Return a 504: the request's deadline has passed."""
     text = f"The response was not complete after the deadline of {deadline_seconds or 0:g} s."
     return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
 def as_api_error(problem: Exception) -> ApiError | None:
-    """Return the response to an error of the packages below; None: an internal error, a 500."""
+    """Return the response to an error that a handler raised.
+
+    None: the error is none that `serving` raises on purpose, so it is a bug and the response a 500.
+    """
     text = str(problem)
     match problem:
         case ApiError():
             return problem
         case Unavailable():
-            return try_again(503, text, problem.code, problem.retry_after_seconds)
+            return retry_later(503, text, problem.code, problem.retry_after_seconds)
         case Overloaded():
-            return try_again(429, text, problem.kind, problem.retry_after_seconds)
+            return retry_later(429, text, problem.kind, problem.retry_after_seconds)
         case NoRoom():
-            return try_again(503, text, "no_room", 5.0)
+            return retry_later(503, text, "no_room", 5.0)
         case RecursionError():  # from a schema, tools or a template
             return ApiError(400, "The body is nested too deeply.", "nested_too_deeply")
-    status, code = _STATUS_AND_CODE.get(type(problem), (0, ""))
-    return ApiError(status, text, code, getattr(problem, "parameter", None)) if status else None
+    if type(problem) not in _STATUS_AND_CODE:
+        return None
+    status, code = _STATUS_AND_CODE[type(problem)]
+    return ApiError(status, text, code, param=getattr(problem, "parameter", None))

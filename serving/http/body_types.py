@@ -22,25 +22,26 @@ from crossover.serving.http.request_words import explain
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
-_INT31 = 2**31 - 1
-_INT64 = 2**63
+_MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
 
 # --- requests
 
 
-class WireStruct(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class RequestStruct(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Base of every request: an unknown key is refused."""
 
 
-class Past(msgspec.Struct, kw_only=True, frozen=True):
-    """Base of what a client sends back or describes: unknown keys are ignored."""
+class LenientStruct(msgspec.Struct, kw_only=True, frozen=True):
+    """Base of messages, their parts and calls, and tools: an unknown key is ignored."""
 
 
 def _about(text: str, **bounds: Any) -> Meta:
+    """Return a key's description for /openapi.json, with its bounds as msgspec takes them."""
     return Meta(description=text, **bounds)
 
 
-class StreamOptions(WireStruct, kw_only=True, frozen=True):
+class StreamOptions(RequestStruct, kw_only=True, frozen=True):
     """`include_usage`: usage in the last chunk. `continuous_usage_stats` (vLLM): in every chunk."""
 
     include_usage: bool | None = None
@@ -48,48 +49,50 @@ class StreamOptions(WireStruct, kw_only=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchemaFormat(WireStruct, kw_only=True, frozen=True):
+class JsonSchemaFormat(RequestStruct, kw_only=True, frozen=True):
     name: str
     schema: dict[str, Any]
     strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(WireStruct, kw_only=True, frozen=True):
+class ResponseFormat(RequestStruct, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-TokenId = Annotated[int, Meta(ge=0, le=_INT31)]
+TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Alternatives = Annotated[int, Meta(ge=0, le=20)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+LogprobCount = Annotated[int, Meta(ge=0, le=20)]
+LogitBias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 NotOffered = Annotated[None, _about("Not supported: only null is accepted.")]
 MaxTokens = Annotated[
-    int, _about("Maximum output tokens; the context may leave fewer.", ge=1, le=_INT31)
+    int, _about("Maximum output tokens; the context may leave fewer.", ge=1, le=_MAX_INT32)
 ]
 
 
-class Generation(WireStruct, kw_only=True, frozen=True):
+class Generation(RequestStruct, kw_only=True, frozen=True):
     """The keys that chat and completions have in common."""
 
     model: Annotated[str, _about("Default: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=_INT31)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32)] | None = None
     temperature: Annotated[float, _about("0 is greedy. Default: 1.0.", ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, _about("-1 or 0 keeps all.", ge=-1, le=_INT31)] | None = None
-    min_p: Share | None = None
-    seed: Annotated[int, _about("Default: random.", ge=-_INT64, le=_INT64 - 1)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, _about("-1 or 0 keeps all.", ge=-1, le=_MAX_INT32)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, _about("Default: random.", ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = (
+        None
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[int, LogitBias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -127,12 +130,12 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
 
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
     echo: Literal[False] | None = None
-    logprobs: Alternatives | None = None
+    logprobs: LogprobCount | None = None
     add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
     best_of: Literal[1] | None = None  # clients send it; it has no effect
 
 
-class TextPart(Past, kw_only=True, frozen=True, tag="text", tag_field="type"):
+class TextPart(LenientStruct, kw_only=True, frozen=True, tag="text", tag_field="type"):
     text: str | None
 
 
@@ -144,25 +147,25 @@ class OutputTextPart(TextPart, kw_only=True, frozen=True, tag="output_text"):
     """A text part of an answer of OpenAI's Responses API."""
 
 
-class RefusalPart(Past, kw_only=True, frozen=True, tag="refusal", tag_field="type"):
+class RefusalPart(LenientStruct, kw_only=True, frozen=True, tag="refusal", tag_field="type"):
     refusal: str | None
 
 
-class RedactedThinkingPart(Past, kw_only=True, frozen=True, tag="redacted_thinking"):
+class RedactedThinkingPart(LenientStruct, kw_only=True, frozen=True, tag="redacted_thinking"):
     """Encrypted reasoning of Anthropic's models. Ignored."""
 
 
-class ReferencePart(Past, kw_only=True, frozen=True, tag="reference", tag_field="type"):
+class ReferencePart(LenientStruct, kw_only=True, frozen=True, tag="reference", tag_field="type"):
     """The sources of an answer, as Mistral writes them. Ignored."""
 
 
-class ThinkingPart(Past, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
+class ThinkingPart(LenientStruct, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
     """A part of an earlier answer's reasoning, as Anthropic and Mistral write it."""
 
     thinking: str | list[TextPart | ReferencePart] | None
 
 
-class ReasoningPart(Past, kw_only=True, frozen=True, tag="reasoning", tag_field="type"):
+class ReasoningPart(LenientStruct, kw_only=True, frozen=True, tag="reasoning", tag_field="type"):
     """Reasoning of an earlier answer, as LangChain and others write it."""
 
     text: str | None = None
@@ -181,22 +184,22 @@ ContentPart = (
 )
 
 
-class PastFunction(Past, kw_only=True, frozen=True):
+class PastFunction(LenientStruct, kw_only=True, frozen=True):
     """`arguments`: what a model wrote, as text; some servers return the object itself."""
 
     name: str
     arguments: str | dict[str, Any] | list[Any] | None = None
 
 
-class PastCall(Past, kw_only=True, frozen=True):
+class PastCall(LenientStruct, kw_only=True, frozen=True):
     """A tool call in an earlier assistant message."""
 
     id: str | None = None
     function: PastFunction
 
 
-class Message(Past, kw_only=True, frozen=True):
-    """One message. The last keys would change the answer and are refused if they have a value."""
+class Message(LenientStruct, kw_only=True, frozen=True):
+    """One message. UNSUPPORTED_MESSAGE_KEYS are refused if they have a value."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -216,8 +219,8 @@ class Message(Past, kw_only=True, frozen=True):
     videos: Any = None
 
 
-# Keys of a message that ask for something that this server does not support.
-ASKING = (
+# Keys of a message that would change the answer if this server supported them.
+UNSUPPORTED_MESSAGE_KEYS = (
     "audio",
     "documents",
     "files",
@@ -229,7 +232,7 @@ ASKING = (
 )
 
 
-class Function(Past, kw_only=True, frozen=True):
+class Function(LenientStruct, kw_only=True, frozen=True):
     """`parameters`: a JSON schema. `strict`: forced calls follow all of it, or the request is
     refused; without it they follow as much of it as the grammar supports."""
 
@@ -239,7 +242,7 @@ class Function(Past, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class Tool(Past, kw_only=True, frozen=True):
+class Tool(LenientStruct, kw_only=True, frozen=True):
     type: Literal["function"] | None = "function"
     function: Function
 
@@ -249,19 +252,20 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
+    top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: (
         Annotated[bool, _about("Continue the last message of the assistant.")] | None
     ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None  # of a Tool, the name
+    # A Tool names the function that must be called.
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeRequest(WireStruct, kw_only=True, frozen=True):
+class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """POST /tokenize."""
 
     model: str | None = None
@@ -269,7 +273,7 @@ class TokenizeRequest(WireStruct, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
 
 
-class DetokenizeRequest(WireStruct, kw_only=True, frozen=True):
+class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """POST /detokenize. Control tokens become no text."""
 
     model: str | None = None
@@ -283,22 +287,25 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 encode = msgspec.json.Encoder().encode
 
-# Parts of a request that are opaque JSON: their numbers stay as they are.
-_OPAQUE = frozenset({"schema", "parameters", "arguments", "chat_template_kwargs"})
+# Keys whose values are passed on unchanged: in a JSON schema or in arguments, 2.0 may differ from
+# 2.
+_OPAQUE_KEYS = frozenset({"schema", "parameters", "arguments", "chat_template_kwargs"})
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Return the decoded body. Raises ApiError 400 that names the key."""
     body = body.removeprefix(codecs.BOM_UTF8)
-    gc.disable()  # JSON has no cycles, and a collection would run for every 700 values
+    # Decoding makes no reference cycles, yet Python would start a collection for every few hundred
+    # objects that it makes.
+    gc.disable()
     try:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as problem:
             if "got `float`" not in str(problem):
                 raise
-        loose = _with_whole_numbers(msgspec.json.decode(body))
-        return msgspec.convert(loose, decoder.type, str_keys=True)
+        with_integers = _with_integers(msgspec.json.decode(body))  # 2.0 is accepted as 2
+        return msgspec.convert(with_integers, decoder.type, str_keys=True)
     except msgspec.ValidationError as problem:
         path, sentence = explain(str(problem), decoder.type)
         raise ApiError(400, f"{path or 'the body'}: {sentence}", param=path or None) from None
@@ -308,15 +315,15 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         gc.enable()
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """Return JSON with 2 for 2.0, except in the parts that are opaque."""
+def _with_integers(value: Any) -> Any:
+    """Return decoded JSON with 2 in place of 2.0, except under _OPAQUE_KEYS."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
+        return [_with_integers(item) for item in value]
     if isinstance(value, dict):
         return {
-            key: item if key in _OPAQUE else _with_whole_numbers(item)
+            key: item if key in _OPAQUE_KEYS else _with_integers(item)
             for key, item in value.items()
         }
     return value
@@ -345,7 +352,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts. `prompt_tokens_details`: cached_tokens found in the KV cache, if known."""
+    """Token counts. `prompt_tokens_details`: `cached_tokens`, those of the prompt that were found
+    in the KV cache; None: not known."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a chat becomes a prompt, its answer text, reasoning and tool calls."""
+"""POST /v1/chat/completions: renders the chat as a prompt and answers with text and tool calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from crossover.models.chat_template import AsWritten
 from crossover.models.errors import BadChat
 from crossover.serving.engine.ipc_messages import TokenDetail
 from crossover.serving.http.answer_parts import Part, format_of_output
-from crossover.serving.http.api_errors import refused
+from crossover.serving.http.api_errors import invalid_parameter
 from crossover.serving.http.body_types import (
-    ASKING,
     CHAT,
+    UNSUPPORTED_MESSAGE_KEYS,
     ChatChoice,
     ChatDelta,
     ChatRequest,
     ContentPart,
+    Finish,
     Message,
     ReasoningPart,
     RefusalPart,
@@ -32,15 +33,23 @@ from crossover.serving.http.generation_response import (
     ROLE,
     Choice,
     GenerationResponse,
+    Prompt,
 )
 from crossover.serving.http.http_request import Request
 from crossover.serving.http.request_validation import token_limit, validate
-from crossover.serving.http.tool_calls import format_of, offered_tools, show_tools
+from crossover.serving.http.tool_calls import (
+    CallChoice,
+    choose_call_format,
+    offered_tools,
+    show_tools,
+)
 from crossover.serving.registry.served_model import INLINE_CHARACTERS, ServedModel, in_text_thread
 
-_END_OF_TURN = "Q8crossover3E"  # marks where the last message's content ends in a prompt
-# Variables of chat templates that a request sets by keys of its own.
-_REQUEST_VARIABLES = frozenset(
+# Marks the end of the last message's content in a rendered prompt. Letters and digits alone, which
+# no template changes.
+_END_MARKER = "Q8crossover3E"
+# Variables of chat templates that the request sets in other ways than by chat_template_kwargs.
+_RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools"}
 )
 
@@ -51,24 +60,22 @@ async def chat_completions(request: Request) -> ChatResponse:
     limits = model.engine_limits()
     template = template_of(model, body)
     has_tools = body.tools or body.tool_choice
-    call_format, forced_calls = format_of(body, template) if has_tools else (None, None)
+    calls = choose_call_format(body, template) if has_tools else CallChoice(None, None)
     if body.top_logprobs and not body.logprobs:
-        raise refused("top_logprobs", "This needs logprobs: true.")
+        raise invalid_parameter("top_logprobs", "This needs logprobs: true.")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    generation = validate(body, limits, logprobs, forced_calls)
-    model.supervisor.requests.check_room()  # before a long prompt is tokenised
-    is_free = not generation.sampling.is_constrained
+    generation = validate(body, limits, logprobs, calls.forced_calls)
+    model.supervisor.requests.check_room()  # before a long prompt is tokenized
+    is_constrained = generation.sampling.is_constrained
     if request.body_bytes <= INLINE_CHARACTERS:
-        prompt = render_prompt(model, body, is_free)
+        text = render_prompt(model, body, is_constrained)
     else:
-        prompt = await in_text_thread(render_prompt, model, body, is_free)
-    ids = await model.tokens(prompt, "messages", limits, parse_special=True)
-    prompts = [(ids, token_limit(body, len(ids), limits))]
-    parameters = {
-        tool.function.name: tool.function.parameters or {} for tool in offered_tools(body)
-    }
-    output_format = format_of_output(template, prompt, call_format, parameters, is_free)
-    return ChatResponse(request, body, generation, prompts, output_format)
+        text = await in_text_thread(render_prompt, model, body, is_constrained)
+    ids = await model.tokens(text, "messages", limits, parse_special=True)
+    prompt = Prompt(ids, token_limit(body, len(ids), limits))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(body)}
+    output_format = format_of_output(template, text, calls.call_format, schemas, is_constrained)
+    return ChatResponse(request, body, generation, [prompt], output_format)
 
 
 # --- the prompt
@@ -79,26 +86,29 @@ def template_of(model: ServedModel, body: ChatRequest) -> str:
     try:
         return model.tokenizer.template_for(bool(offered_tools(body)))
     except BadChat as problem:
-        raise refused("messages", str(problem)) from None
+        raise invalid_parameter("messages", str(problem)) from None
 
 
-def render_prompt(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
-    """Render the chat with the model's template: `developer` becomes `system`, and the arguments of
-    calls become objects. `is_free`: no grammar constrains the answer. Raises ApiError 400."""
+def render_prompt(model: ServedModel, body: ChatRequest, is_constrained: bool) -> str:
+    """Return the chat as text, rendered with the model's template.
+
+    `is_constrained`: a grammar constrains the answer. Raises ApiError 400.
+    """
     template = template_of(model, body)
     variables = dict(body.chat_template_kwargs or {})
-    for name in sorted(_REQUEST_VARIABLES & variables.keys()):
+    if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
         text = "The request has a key of its own for this."
-        raise refused(f"chat_template_kwargs.{name}", text)
-    if not is_free and "enable_thinking" in template:
+        raise invalid_parameter(f"chat_template_kwargs.{reserved[0]}", text)
+    if is_constrained and "enable_thinking" in template:
         variables.setdefault("enable_thinking", False)  # the grammar leaves no room to reason
     turns: list[dict[str, Any]] = []
-    called_functions: dict[str | None, str] = {}  # by the id of the call
+    called_functions: dict[str | None, str] = {}  # names by the id of the call
     for index, message in enumerate(body.messages):
-        turn = _turn_of(message, index)
-        speaker = message.name or called_functions.get(message.tool_call_id)
-        if speaker is not None:
-            turn["name"] = speaker
+        turn = _template_message(message, index)
+        # A tool's result without a name gets that of the function that was called.
+        name = message.name or called_functions.get(message.tool_call_id)
+        if name is not None:
+            turn["name"] = name
         for call in turn.get("tool_calls", ()):
             called_functions[call["id"]] = call["function"]["name"]
         turns.append(turn)
@@ -106,53 +116,45 @@ def render_prompt(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
         _mark_end(body, turns)
     variables["tools"] = None
     if body.tools or called_functions:
-        tokenizer = model.tokenizer
-        turns, variables["tools"] = show_tools(turns, offered_tools(body), tokenizer, template)
+        tools = offered_tools(body)
+        turns, variables["tools"] = show_tools(turns, tools, model.tokenizer, template)
     add_generation_prompt = body.add_generation_prompt is not False
     try:  # a template is an untrusted program
         prompt = model.tokenizer.render_chat(turns, add_generation_prompt, variables=variables)
         model.tokenizer.check_shown(turns, bool(variables["tools"]))
     except BadChat as problem:
-        raise refused("messages", str(problem)) from None
+        raise invalid_parameter("messages", str(problem)) from None
     if not body.continue_final_message:
         return prompt
-    prompt, mark, _ = prompt.rpartition(_END_OF_TURN)
-    if not mark:
+    prompt, marker, _ = prompt.rpartition(_END_MARKER)
+    if not marker:
         text = "The model's chat template does not show the end of the last message."
-        raise refused("continue_final_message", text)
+        raise invalid_parameter("continue_final_message", text)
     return prompt
 
 
-def _turn_of(message: Message, index: int) -> dict[str, Any]:
-    """Return a message in the form that templates take. Raises ApiError 400 for an unsupported key
-    that would change the answer."""
-    for key in ASKING:
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """Return a message in the form that templates take: `developer` becomes `system`, reasoning is
+    under `reasoning_content`, and the arguments of calls are objects.
+
+    Raises ApiError 400 for an unsupported key that would change the answer.
+    """
+    for key in UNSUPPORTED_MESSAGE_KEYS:
         if getattr(message, key):
             text = "This server does not support this. Send text and tool calls only."
-            raise refused(f"messages[{index}].{key}", text)
+            raise invalid_parameter(f"messages[{index}].{key}", text)
+    if message.content is None and message.role not in ("assistant", "tool"):
+        raise invalid_parameter(f"messages[{index}].content", "This is null. Send a text.")
     content: Any = message.content
-    # The same text may be under two keys, because some servers return both.
-    reasoning_keys = [message.reasoning_content, message.reasoning]
-    thoughts: list[str] = [text for text in reasoning_keys if _is_text(text)][:1]
-    has_reasoning_key = bool(thoughts)
-    if content is None and message.role not in ("assistant", "tool"):
-        raise refused(f"messages[{index}].content", "This is null. Send a text.")
     if isinstance(content, list):
-        parts = []
-        for part in content:
-            if isinstance(part, TextPart):
-                parts.append({"type": "text", "text": part.text or ""})
-            elif isinstance(part, RefusalPart):
-                parts.append({"type": "text", "text": part.refusal or ""})
-            elif not has_reasoning_key:
-                thoughts += _thoughts_of(part)
-        content = parts
+        text_parts = (_text_part(part) for part in content)
+        content = [part for part in text_parts if part is not None]
     if message.refusal and not content:
         content = message.refusal
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": content or ""}
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
+    if reasoning := _reasoning_of(message):
+        turn["reasoning_content"] = reasoning
     if message.tool_calls:
         turn["tool_calls"] = _calls_of(message)
     if message.tool_call_id is not None:
@@ -160,53 +162,67 @@ def _turn_of(message: Message, index: int) -> dict[str, Any]:
     return turn
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+def _text_part(part: ContentPart) -> dict[str, str] | None:
+    """Return a part of the visible content as templates take it; None: it is reasoning."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text or ""}
+    if isinstance(part, RefusalPart):
+        return {"type": "text", "text": part.refusal or ""}
+    return None
 
 
-def _thoughts_of(part: ContentPart) -> list[str]:
-    """Return the texts of a part that contains reasoning."""
-    if isinstance(part, ReasoningPart):
-        texts: list[Any] = [part.reasoning or part.text]
-    elif not isinstance(part, ThinkingPart):
-        texts = []
-    elif isinstance(part.thinking, list):
-        texts = [item.text for item in part.thinking if isinstance(item, TextPart)]
-    else:
-        texts = [part.thinking]
-    return [text for text in texts if _is_text(text)]
+def _reasoning_of(message: Message) -> str:
+    """Return the reasoning of an earlier answer; "": it has none."""
+    # Some servers return the same text under both keys, so only one of them is taken.
+    for text in (message.reasoning_content, message.reasoning):
+        if text and isinstance(text, str):
+            return text
+    texts: list[Any] = []
+    for part in message.content if isinstance(message.content, list) else ():
+        if isinstance(part, ReasoningPart):
+            texts.append(part.reasoning or part.text)
+        elif isinstance(part, ThinkingPart) and isinstance(part.thinking, list):
+            texts += [item.text for item in part.thinking if isinstance(item, TextPart)]
+        elif isinstance(part, ThinkingPart):
+            texts.append(part.thinking)
+    return "\n".join(text for text in texts if text)
 
 
 def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
-    """Mark the end of the last message's content, where the answer continues. Raises ApiError
-    400."""
+    """Append _END_MARKER to the last message, which the answer continues. Raises ApiError 400."""
     key = "continue_final_message"
     if body.add_generation_prompt is not False:
-        raise refused(key, "This needs add_generation_prompt: false.")
-    last, content = turns[-1], turns[-1]["content"]
-    if last["role"] != "assistant" or not content or "tool_calls" in last:
-        raise refused(key, "The last message must be a text message of the assistant.")
+        raise invalid_parameter(key, "This needs add_generation_prompt: false.")
+    last_turn = turns[-1]
+    content = last_turn["content"]
+    if last_turn["role"] != "assistant" or not content or "tool_calls" in last_turn:
+        raise invalid_parameter(key, "The last message must be a text message of the assistant.")
     if isinstance(content, str):
-        last["content"] = content + _END_OF_TURN
+        last_turn["content"] = content + _END_MARKER
     else:
-        content[-1]["text"] += _END_OF_TURN
+        content[-1]["text"] += _END_MARKER
 
 
 def _calls_of(message: Message) -> list[dict[str, Any]]:
-    """Return the calls of an earlier message in the form that templates take. Arguments that are
-    not a JSON object are rendered unchanged, because a model wrote them."""
+    """Return the calls of an earlier message in the form that templates take."""
     calls = []
     for call in message.tool_calls or ():
-        arguments: Any = call.function.arguments
-        if not isinstance(arguments, dict):
-            text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
-            try:
-                arguments = msgspec.json.decode(text or "{}", type=dict)
-            except (msgspec.DecodeError, RecursionError):
-                arguments = AsWritten(text)
+        arguments = _arguments_object(call.function.arguments)
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
     return calls
+
+
+def _arguments_object(arguments: str | dict[str, Any] | list[Any] | None) -> Any:
+    """Return the arguments of a call as a dict. Arguments that are not a JSON object are rendered
+    unchanged, because a model wrote them."""
+    if isinstance(arguments, dict):
+        return arguments
+    text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
+    try:
+        return msgspec.json.decode(text or "{}", type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        return AsWritten(text)
 
 
 # --- the answer
@@ -219,7 +235,8 @@ class ChatResponse(GenerationResponse):
     opening_parts = (ROLE,)
 
     def chunk_choice(self, choice: Choice, part: Part) -> ChatChoice:
-        delta, finish = ChatDelta(), None
+        delta = ChatDelta()
+        finish: Finish | None = None
         if part.kind == "content":
             delta = ChatDelta(content=part.text)
         elif part.kind == "role":
@@ -227,14 +244,11 @@ class ChatResponse(GenerationResponse):
         elif part.kind == "reasoning":
             delta = ChatDelta(reasoning_content=part.text)
         elif part.call is not None:
-            delta = ChatDelta(
-                tool_calls=[msgspec.structs.replace(part.call, index=choice.call_count)]
-            )
+            call = msgspec.structs.replace(part.call, index=choice.call_count)
+            delta = ChatDelta(tool_calls=[call])
             choice.call_count += 1
         else:
-            finish = (
-                "tool_calls" if choice.finish == "stop" and choice.call_count else choice.finish
-            )
+            finish = _finish_of(choice, choice.call_count > 0)
         logprobs = self.take_logprobs(choice) if choice.details else None
         return ChatChoice(choice.index, UNSET, delta, logprobs, finish)
 
@@ -249,7 +263,7 @@ class ChatResponse(GenerationResponse):
             reasoning_content=reasoning or UNSET,
             tool_calls=calls or UNSET,
         )
-        finish = "tool_calls" if calls and choice.finish == "stop" else choice.finish
+        finish = _finish_of(choice, bool(calls))
         return ChatChoice(choice.index, message, UNSET, self.take_logprobs(choice), finish)
 
     def format_logprobs(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
@@ -262,8 +276,14 @@ class ChatResponse(GenerationResponse):
         return {"content": content, "refusal": None}
 
     def _logprob_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return one log-probability; a control token is shown by its id and has no bytes."""
+        """Return one log-probability; a control token has no text, so its id stands for it."""
         data = self.model.bytes_of(token)
         text = data.decode("utf-8", "replace") if data else f"token_id:{token}"
         value = max(logprob, LOWEST_LOGPROB)
         return {"token": text, "logprob": value, "bytes": list(data) or None}
+
+
+def _finish_of(choice: Choice, has_calls: bool) -> Finish | None:
+    """Return the finish reason as OpenAI gives it for a chat: an answer with calls that ended by
+    itself ends with "tool_calls"."""
+    return "tool_calls" if has_calls and choice.finish == "stop" else choice.finish

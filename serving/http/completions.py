@@ -14,6 +14,7 @@ from crossover.serving.http.generation_response import (
     LOWEST_LOGPROB,
     Choice,
     GenerationResponse,
+    Prompt,
 )
 from crossover.serving.http.http_request import Request
 from crossover.serving.http.request_validation import prompts_of, token_limit, validate
@@ -24,17 +25,17 @@ async def completions(request: Request) -> CompletionResponse:
     model = await request.acquire_model(body.model, body.deadline_seconds)
     limits = model.engine_limits()
     generation = validate(body, limits, body.logprobs)
-    model.supervisor.requests.check_room()  # before a long prompt is tokenised
+    model.supervisor.requests.check_room()  # before a long prompt is tokenized
     add_bos = body.add_special_tokens is not False
-    prompts: list[tuple[list[int], int]] = []
+    prompts: list[Prompt] = []
     for prompt in prompts_of(body, limits):
-        if prompts:
-            await asyncio.sleep(0)  # short texts are tokenized on the loop, one per turn of it
+        if prompts:  # short texts are tokenized on the event loop; let others run in between
+            await asyncio.sleep(0)
         if isinstance(prompt, str):
             ids = await model.tokens(prompt, "prompt", limits, add_bos=add_bos)
         else:
             ids = prompt
-        prompts.append((ids, token_limit(body, len(ids), limits)))
+        prompts.append(Prompt(ids, token_limit(body, len(ids), limits)))
     return CompletionResponse(request, body, generation, prompts)
 
 
@@ -44,25 +45,25 @@ class CompletionResponse(GenerationResponse):
     chunk_type = "text_completion"
 
     def chunk_choice(self, choice: Choice, part: Part) -> TextChoice:
-        is_end = part is END
-        logprobs = None if is_end and not choice.details else self.take_logprobs(choice)
-        return TextChoice(choice.index, part.text, logprobs, choice.finish if is_end else None)
+        if part is not END:
+            return TextChoice(choice.index, part.text, self.take_logprobs(choice))
+        logprobs = self.take_logprobs(choice) if choice.details else None
+        return TextChoice(choice.index, part.text, logprobs, choice.finish)
 
     def complete_choice(self, choice: Choice, parts: Sequence[Part]) -> TextChoice:
         return TextChoice(choice.index, choice.text, self.take_logprobs(choice), choice.finish)
 
     def format_logprobs(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
         """Return log-probabilities in OpenAI's legacy format, without offsets."""
-        top_logprobs = []
+        top_logprobs: list[dict[str, float]] = []
         for detail in details:
             alternatives = dict(zip(detail.top_ids, detail.top_values, strict=True))
+            # The sampled token is always listed, even if it is none of the most probable ones.
             alternatives[detail.token] = detail.logprob
-            top_logprobs.append(
-                {
-                    self._token_key(token): max(logprob, LOWEST_LOGPROB)
-                    for token, logprob in alternatives.items()
-                }
-            )
+            by_key: dict[str, float] = {}
+            for token, logprob in alternatives.items():
+                by_key[self._token_key(token)] = max(logprob, LOWEST_LOGPROB)
+            top_logprobs.append(by_key)
         return {
             "tokens": [self._token_key(detail.token) for detail in details],
             "token_logprobs": [max(detail.logprob, LOWEST_LOGPROB) for detail in details],

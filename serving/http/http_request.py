@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from crossover.serving.http.api_errors import ApiError, too_late
+from crossover.serving.http.api_errors import ApiError, deadline_exceeded
 from crossover.serving.http.asgi_types import Receive, Scope, Send
 from crossover.serving.http.body_types import decode, encode
 from crossover.serving.registry.registry import Registry
@@ -29,51 +29,60 @@ T = TypeVar("T")
 
 _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
-_EVENTS = "text/event-stream; charset=utf-8"
-_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-MAX_BODY_BYTES = 4 << 20  # limits of connections, headers and upload pace are a proxy's task
+_EVENT_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events before it passes them on
+}
+MAX_BODY_BYTES = 4 << 20
 
 
 class Request:
-    """`status` is set once the head of the response is sent; an error is an event from then on."""
+    """One request and its response.
+
+    `status` is None until the head of the response is sent. An error after that can no longer
+    change the status, so it is sent as an event of the stream.
+    """
 
     def __init__(self, registry: Registry, scope: Scope, receive: Receive, send: Send) -> None:
-        self.arrived_at = time.perf_counter()
+        self.arrived_at = time.perf_counter()  # in seconds
         self.registry = registry
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._send = send
         self.serial = secrets.token_hex(12)
-        given = self.headers.get(b"x-request-id", b"")
-        self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
-        self.path_name = ""  # the last part of a path that ends in a name
+        client_id = self.headers.get(b"x-request-id", b"")
+        is_valid_id = _REQUEST_ID.fullmatch(client_id) is not None
+        self.id = client_id if is_valid_id else b"req-" + self.serial.encode()
+        self.path_name = ""  # the model's name in /v1/models/{model}
         self.route = "other"  # a metrics label, so never a path that a client made up
         self.body_bytes = 0
-        self.deadline_seconds: float | None = None  # from its arrival
+        self.deadline_seconds: float | None = None  # seconds after `arrived_at`
         self.status: int | None = None
-        self.has_ended = False  # its response is complete
+        self.has_ended = False  # the response is complete
         self.is_client_gone = False
-        self.model: ServedModel | None = None  # once it is known
-        self.stream: Stream | None = None  # of its first answer, once it is submitted
+        self.model: ServedModel | None = None  # None: the request names none, or not yet read
+        self.stream: Stream | None = None  # of the first sequence, once it is submitted
         self._acquired_model: ServedModel | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._disconnect_watcher: asyncio.Task[None] | None = None
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Return the decoded body. Raises ApiError (400, 413, 415)."""
         headers = self.headers
-        kind = headers.get(b"content-type", b"")
-        if not _JSON_TYPE.fullmatch(kind) or b"content-encoding" in headers:
+        content_type = headers.get(b"content-type", b"")
+        if not _JSON_TYPE.fullmatch(content_type) or b"content-encoding" in headers:
             text = (
-                f"The Content-Type {kind[:80].decode('latin-1')!r} is not supported. Send "
+                f"The Content-Type {content_type[:80].decode('latin-1')!r} is not supported. Send "
                 "application/json."
             )
             raise ApiError(415, text, "unsupported_media_type")
-        length = headers.get(b"content-length", b"")
-        # The announced size, or the received one if that is larger.
-        size = int(length) if length.isdigit() else 0
-        has_more = True
+        content_length = headers.get(b"content-length", b"")
+        # The announced size, so that a body that is too large is refused before it is received. A
+        # chunked body announces none; there the received size counts.
+        size = int(content_length) if content_length.isdigit() else 0
         body = bytearray()
+        has_more = True
         while has_more and size <= MAX_BODY_BYTES:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -97,12 +106,13 @@ class Request:
         """
         self.model = model = self.registry.named(name)
         self.deadline_seconds = deadline_seconds
-        self._watcher = asyncio.create_task(self._watch(asyncio.current_task()))
+        watch = self._cancel_on_disconnect(asyncio.current_task())
+        self._disconnect_watcher = asyncio.create_task(watch)
         try:
             async with asyncio.timeout(self.seconds_left()):
                 self._acquired_model = await self.registry.acquire(model.served_name)
         except TimeoutError:
-            raise too_late(self.deadline_seconds) from None
+            raise deadline_exceeded(self.deadline_seconds) from None
         return model
 
     def seconds_left(self) -> float | None:
@@ -111,8 +121,8 @@ class Request:
             return None
         return max(0.0, self.arrived_at + self.deadline_seconds - time.perf_counter())
 
-    async def _watch(self, task: asyncio.Task[Any] | None) -> None:
-        """End the request when the client closes the connection."""
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel the request's task when the client closes the connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self.has_ended and task is not None:
@@ -120,43 +130,49 @@ class Request:
             task.cancel()
 
     def release_model(self) -> None:
-        """Release the model: the request has ended, normally or not."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        """Release the model and stop watching the connection, after the request has ended in any
+        way."""
+        if self._disconnect_watcher is not None:
+            self._disconnect_watcher.cancel()
         if self._acquired_model is not None:
             self._acquired_model.release()
 
     async def _send_head(self, status: int, more_headers: dict[str, str]) -> None:
         self.status = status
-        model = self.model or (self.registry.first if self.registry.models else None)
-        # A request that was moved is answered by another engine than the model's current one.
-        engine = None if self.stream is None else self.stream.engine
-        if engine is not None:
-            backend = engine.label
-        else:
-            backend = "none" if model is None else model.supervisor.label
-        headers = [(b"x-request-id", self.id), (b"x-crossover-backend", backend.encode())]
-        headers += [(name.lower().encode(), text.encode()) for name, text in more_headers.items()]
+        label = self._backend_label().encode()
+        headers = [(b"x-request-id", self.id), (b"x-crossover-backend", label)]
+        headers += [(name.lower().encode(), value.encode()) for name, value in more_headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _backend_label(self) -> str:
+        """Return the value of X-Crossover-Backend."""
+        # After a failover, the engine of this request may not be the model's current one.
+        if self.stream is not None and self.stream.engine is not None:
+            return self.stream.engine.label
+        if self.model is not None:
+            return self.model.supervisor.label
+        return self.registry.first.supervisor.label if self.registry.models else "none"
 
     async def answer(
         self,
         value: Any,
         status: int = 200,
         headers: dict[str, str] | None = None,
-        kind: str = "application/json",
+        content_type: str = "application/json",
     ) -> None:
         """Write a complete response: bytes unchanged, anything else as JSON."""
         body = value if isinstance(value, bytes) else encode(value)
-        body_headers = {"Content-Type": kind, "Content-Length": str(len(body))}
+        body_headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
         await self._send_head(status, body_headers | (headers or {}))
         await self.write(body, last=True)
 
     async def write(self, data: bytes, last: bool = False) -> None:
-        """Write events of a streamed response; wait while the client does not read. The first call
-        also sends the head."""
+        """Write events of a streamed response, and wait while the client does not read them.
+
+        The first call also sends the head. `last` ends the response.
+        """
         if self.status is None:
-            await self._send_head(200, {"Content-Type": _EVENTS} | _UNBUFFERED)
+            await self._send_head(200, _EVENT_STREAM_HEADERS)
         self.has_ended = last
         if data or last:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})

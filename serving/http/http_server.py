@@ -23,8 +23,8 @@ import uvicorn
 from crossover.serving.errors import ServingError
 from crossover.serving.http.http_protocol import HttpProtocol
 
-CONNECTIONS = 4096
-OTHER_DESCRIPTORS = 96  # file descriptors besides connections: engines, open files, the loop
+MAX_CONNECTIONS = 4096
+RESERVED_DESCRIPTORS = 96  # file descriptors for engines, open files and the event loop
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
 
@@ -32,7 +32,7 @@ class CannotListen(ServingError):
     """The address is in use, or does not belong to this machine."""
 
 
-def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
+def server_options(connections: int = MAX_CONNECTIONS) -> dict[str, Any]:
     """Return the arguments of uvicorn.Config that this app needs."""
     return {
         "http": HttpProtocol,
@@ -45,32 +45,39 @@ def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
         "server_header": False,
         "proxy_headers": False,  # X-Forwarded-For is never trusted
         "timeout_keep_alive": 75,  # seconds that an idle connection stays open
-        "timeout_graceful_shutdown": 5,
-        "limit_concurrency": connections + 1,  # uvicorn refuses the one that reaches it
+        "timeout_graceful_shutdown": 5,  # seconds
+        "limit_concurrency": connections + 1,  # uvicorn refuses the connection that reaches it
         "backlog": connections,
     }
 
 
-def room_for_connections() -> int:
-    """Return the maximum connections of this process, after raising its limit of descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(soft, min(CONNECTIONS + OTHER_DESCRIPTORS, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(1, min(CONNECTIONS, wanted - OTHER_DESCRIPTORS))
+def allow_connections() -> int:
+    """Raise this process's limit of open files as far as MAX_CONNECTIONS need it and the hard limit
+    allows; return how many connections it then can have."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = max(soft_limit, min(MAX_CONNECTIONS + RESERVED_DESCRIPTORS, hard_limit))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard_limit))
+    return max(1, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 takes a free port. Raises CannotListen."""
     try:
-        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-        family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
+        candidates = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = candidates[0]
+        is_ipv6 = family == socket.AF_INET6
+        # uvicorn calls listen() again, with the backlog of `server_options`.
         listener = socket.create_server(
-            address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
+            address, family=family, backlog=2048, dualstack_ipv6=is_ipv6
         )
     except (OSError, UnicodeError) as problem:
-        number = getattr(problem, "errno", None)  # str(problem) would repeat the address
-        why = os.strerror(number) if number and number > 0 else problem
-        advice = ". --port 0 takes a free port" if number == errno.EADDRINUSE else ""
+        error_number = getattr(problem, "errno", None)
+        why = str(problem)
+        if error_number is not None and error_number > 0:  # negative: name resolution failed
+            why = os.strerror(error_number)  # unlike str(problem), without the address
+        advice = ". --port 0 takes a free port" if error_number == errno.EADDRINUSE else ""
         raise CannotListen(f"Cannot listen on {host}:{port}: {why}{advice}.") from problem
     # Connections inherit this; otherwise the kernel buffers megabytes for a stalled reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -85,8 +92,11 @@ def is_loopback(listener: socket.socket) -> bool:
 def is_local_name(host: str) -> bool:
     """Return whether a Host header names this machine: localhost or a loopback address, with or
     without a port."""
-    name = host.strip().lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    host = host.strip().lower()
+    if host.startswith("["):  # an IPv6 address, [::1]:8000
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.partition(":")[0]
     name = name.removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -97,11 +107,14 @@ def is_local_name(host: str) -> bool:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of the socket on this machine; a wildcard address becomes the loopback."""
-    address, port = _address_of(listener), listener.getsockname()[1]
+    """Return the URL of the socket on this machine. A wildcard address such as 0.0.0.0 becomes the
+    loopback address."""
+    address = _address_of(listener)
+    port = listener.getsockname()[1]
+    host = str(address)
     if address.is_unspecified:
-        return f"http://{'[::1]' if address.version == 6 else '127.0.0.1'}:{port}"
-    return f"http://{f'[{address}]' if address.version == 6 else address}:{port}"
+        host = "::1" if address.version == 6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
 def _address_of(listener: socket.socket) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -116,12 +129,14 @@ async def serving(
 
     SIGTERM and SIGINT call `on_signal`.
     """
-    server = uvicorn.Server(uvicorn.Config(app, **server_options(room_for_connections())))
+    server = uvicorn.Server(uvicorn.Config(app, **server_options(allow_connections())))
+    # uvicorn would handle the signals itself and stop before running requests have finished.
     setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
+    # Frozen objects are left out of later garbage collections, which delay tokens.
     gc.collect()
-    gc.freeze()  # a collection must not walk through all present objects while tokens wait
+    gc.freeze()
     task = asyncio.create_task(server.serve(sockets=[listener]))
     yield task
     server.should_exit = True

@@ -1,7 +1,7 @@
-"""From a decoded request to the GenerationRequest that is sent to the engine.
+"""Validates a decoded request, as far as the model's limits are needed for that.
 
     generation = validate(body, limits)               # shared by the sequences of the request
-    most = token_limit(body, len(ids), limits)
+    max_tokens = token_limit(body, len(ids), limits)  # of each prompt
 
 Pure functions. A request that cannot be served is a 400 that names the parameter.
 """
@@ -14,37 +14,45 @@ from typing import cast
 
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import ContextOverflow
-from crossover.serving.http.api_errors import refused
+from crossover.serving.http.api_errors import invalid_parameter
 from crossover.serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
 from crossover.serving.registry.served_model import EngineLimits
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
-MAX_SEQUENCES = 128  # prompts * n of one request
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
-_SMALLEST_TOP_P = 1e-6  # top_p 0 means "only the best token", and a nucleus needs one token
-_SEED_MASK = (1 << 63) - 1
+MAX_SEQUENCES = 128  # prompts times answers to each of them
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
+# OpenAI allows top_p 0, which means greedy decoding. Any share this small leaves only one token.
+_MIN_TOP_P = 1e-6
+_SEED_MASK = (1 << 63) - 1  # the sampler's seeds are not negative
 
 
 def validate(
-    body: Generation, limits: EngineLimits, logprobs: int | None = None, calls: bytes | None = None
+    body: Generation,
+    limits: EngineLimits,
+    logprobs: int | None = None,
+    forced_calls: bytes | None = None,
 ) -> GenerationRequest:
-    """Return the request's sampling and stops, without prompt and limits. Raises ApiError 400.
+    """Return what all sequences of the request share: sampling and stop conditions.
 
-    `logprobs`: number of alternatives. `calls`: the forced tool calls, as JSON of ToolCalls.
+    Prompt and maximum tokens are empty; GenerationResponse sets them for each sequence.
+    `logprobs`: log-probabilities to return besides that of each token; None: return none.
+    `forced_calls`: JSON of ToolCalls. Raises ApiError 400.
     """
     if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "This needs stream: true.")
+        raise invalid_parameter("stream_options", "This needs stream: true.")
     for key in ("stop_token_ids", "logit_bias"):
         if ids := getattr(body, key):
             check_ids(ids, limits, key)
-    schema = _schema_of(body, calls)
-    if body.grammar is not None and (schema is not None or calls is not None):
-        raise refused("grammar", "This cannot be combined with response_format or forced calls.")
+    schema = _schema_of(body, forced_calls)
+    if body.grammar is not None and (schema is not None or forced_calls is not None):
+        raise invalid_parameter(
+            "grammar", "This cannot be combined with response_format or forced calls."
+        )
     temperature = 1.0 if body.temperature is None else body.temperature
     sampling = Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
+        top_p=1.0 if body.top_p is None else max(body.top_p, _MIN_TOP_P),
         top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
         min_p=body.min_p or 0.0,
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
@@ -55,7 +63,7 @@ def validate(
         logprobs=None if logprobs is None else min(logprobs, limits.vocabulary),
         grammar=body.grammar,
         json_schema=None if schema is None else schema.decode(),
-        tool_calls=None if calls is None else calls.decode(),
+        tool_calls=None if forced_calls is None else forced_calls.decode(),
     )
     return GenerationRequest(
         prompt=[],
@@ -70,34 +78,37 @@ def validate(
     )
 
 
-def _schema_of(body: Generation, calls: bytes | None) -> bytes | None:
-    """Return the JSON schema that constrains the answer. Raises ApiError 400."""
-    form, key = body.response_format, "response_format"
-    if form is None or form.type == "text":
+def _schema_of(body: Generation, forced_calls: bytes | None) -> bytes | None:
+    """Return the JSON schema of `response_format`; None: it has none. Raises ApiError 400."""
+    response_format, key = body.response_format, "response_format"
+    if response_format is None or response_format.type == "text":
         return None
-    if calls is not None:
-        raise refused(key, "This cannot be combined with forced tool calls.")
-    if form.type == "json_schema" and form.json_schema is None:
-        raise refused(f"{key}.json_schema", "This key is required for type 'json_schema'.")
-    schema = encode({"type": "object"} if form.json_schema is None else form.json_schema.schema)
+    if forced_calls is not None:
+        raise invalid_parameter(key, "This cannot be combined with forced tool calls.")
+    json_schema = response_format.json_schema
+    if json_schema is None and response_format.type == "json_schema":
+        raise invalid_parameter(
+            f"{key}.json_schema", "This key is required for type 'json_schema'."
+        )
+    schema = encode({"type": "object"} if json_schema is None else json_schema.schema)
     if len(schema) > MAX_CHARACTERS:  # each sequence of the request carries it to the engine
         why = f"The schema has {len(schema)} bytes; the maximum is {MAX_CHARACTERS}."
-        raise refused(key, why)
+        raise invalid_parameter(key, why)
     return schema
 
 
 def prompts_of(body: CompletionRequest, limits: EngineLimits) -> list[str | list[int]]:
     """Return the prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
-    if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
-        prompt = [cast("str | list[int]", prompt)]
-    if {type(item) for item in prompt} not in ({str}, {list}):
+    is_single = isinstance(prompt, str) or {type(item) for item in prompt} == {int}
+    prompts = cast("list[str | list[int]]", [prompt] if is_single else prompt)
+    if {type(item) for item in prompts} not in ({str}, {list}):
         why = "Send a text, texts, token ids or lists of token ids, all of one kind."
-        raise refused("prompt", why)
-    prompts, choices = cast("list[str | list[int]]", prompt), body.n or 1
-    if len(prompts) * choices > MAX_SEQUENCES:
-        why = f"{len(prompts)} prompts times {choices} answers exceed the maximum {MAX_SEQUENCES}."
-        raise refused("n" if choices > 1 else "prompt", why)
+        raise invalid_parameter("prompt", why)
+    answers = body.n or 1
+    if len(prompts) * answers > MAX_SEQUENCES:
+        why = f"{len(prompts)} prompts times {answers} answers exceed the maximum {MAX_SEQUENCES}."
+        raise invalid_parameter("n" if answers > 1 else "prompt", why)
     for ids in prompts:
         if isinstance(ids, list):
             check_ids(ids, limits, "prompt")
@@ -106,28 +117,36 @@ def prompts_of(body: CompletionRequest, limits: EngineLimits) -> list[str | list
 
 def check_ids(ids: Collection[int], limits: EngineLimits, param: str) -> None:
     """Check that the model has these token ids. Raises ApiError 400."""
-    for token in (max(ids, default=0), min(ids, default=0)):
+    for token in (max(ids, default=0), min(ids, default=0)):  # all others lie between the two
         if not 0 <= token < limits.vocabulary:
             why = f"The token id {token} is out of range; the model has {limits.vocabulary} tokens."
-            raise refused(param, why)
+            raise invalid_parameter(param, why)
 
 
 def token_limit(body: Generation, prompt_tokens: int, limits: EngineLimits) -> int:
-    """Return the maximum output tokens: as requested, or what the prompt leaves of the context.
+    """Return the maximum output tokens: as requested, but not more than the prompt leaves of the
+    context. By default a chat may use all of these, and a completion DEFAULT_COMPLETION_TOKENS.
 
-    Raises ApiError 400 for an empty prompt, ContextOverflow.
+    Raises ApiError 400 for an empty prompt, and ContextOverflow.
     """
     is_chat = isinstance(body, ChatRequest)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.max_tokens not in (None, asked):
-        raise refused("max_completion_tokens", "This and max_tokens differ. Send only one of them.")
+    requested = body.max_completion_tokens
+    if requested is None:
+        requested = body.max_tokens
+    elif body.max_tokens not in (None, requested):
+        raise invalid_parameter(
+            "max_completion_tokens", "This and max_tokens differ. Send only one of them."
+        )
     param = "messages" if is_chat else "prompt"
     if prompt_tokens < 1:
-        raise refused(param, "This has no tokens. Send at least one.")
-    room = limits.context_tokens - prompt_tokens
-    if room < 1:
+        raise invalid_parameter(param, "This has no tokens. Send at least one.")
+    tokens_left = limits.context_tokens - prompt_tokens
+    if tokens_left < 1:
         raise ContextOverflow(prompt_tokens, limits.context_tokens, param)
-    limit = min(room, asked or (room if is_chat else COMPLETION_TOKENS))
+    default = tokens_left if is_chat else DEFAULT_COMPLETION_TOKENS
+    limit = min(tokens_left, requested or default)
     if (body.min_tokens or 0) > limit:
-        raise refused("min_tokens", f"{body.min_tokens} exceeds the {limit} tokens allowed here.")
+        raise invalid_parameter(
+            "min_tokens", f"{body.min_tokens} exceeds the {limit} tokens allowed here."
+        )
     return limit

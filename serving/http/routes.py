@@ -43,10 +43,10 @@ CLIENT_GONE = 499  # nginx's status for a client that closed the connection; onl
 
 
 class Route(NamedTuple):
-    """A handler and its description in the OpenAPI document. `body` and `answer` are types.
+    """A handler and its description in the OpenAPI document.
 
-    A handler returns the response's value, a GenerationResponse that writes itself, or None
-    if it has responded already.
+    `body` and `answer` are the types of request and response. A handler returns the value of the
+    response, or a GenerationResponse, which writes itself, or None if it has responded already.
     """
 
     method: str
@@ -63,12 +63,24 @@ async def openapi(request: Request) -> dict[str, Any]:
 
 _SLASHES = re.compile("/{2,}")
 _MODEL = "/v1/models/{model}"
-_WITHOUT_KEY = ("/health", "/ready")  # probes have no key and may use any host name
-_CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
-_TEXT = ("POST", "/v1/completions", completions, "Continue a text")
+_PROBE_PATHS = ("/health", "/ready")  # probes have no key and may use any host name
 ROUTES = (
-    Route(*_CHAT, ChatRequest, Completion[ChatChoice]),
-    Route(*_TEXT, CompletionRequest, Completion[TextChoice]),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a chat",
+        ChatRequest,
+        Completion[ChatChoice],
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        "Continue a text",
+        CompletionRequest,
+        Completion[TextChoice],
+    ),
     Route("GET", "/health", status_routes.health, "Whether the process runs"),
     Route("GET", "/ready", status_routes.ready, "Whether an engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
@@ -89,9 +101,10 @@ ADMIN_ROUTES = (
 class App:
     """Checks host, key and route before the handler runs; handles errors and metrics after it.
 
-    Without `admin_key` there are no admin routes. `host`: the server answers only to this name and
-    to names of this machine, otherwise a web page could reach it under a name of its own (DNS
-    rebinding); None: to any name.
+    `api_key`: None: no key is required. `admin_key`: None: there are no admin routes. `host`: the
+    Host header must have this name or one of this machine; otherwise a web page could send
+    requests to the server through a domain name of its own that resolves to this machine (DNS
+    rebinding). None: any name is accepted.
     """
 
     def __init__(
@@ -133,10 +146,9 @@ class App:
         finally:
             metrics.open_requests.dec()
             request.release_model()
-            code = (
-                CLIENT_GONE if request.is_client_gone or request.status is None else request.status
-            )
-            metrics.responses.labels(request.route, str(code)).inc()
+            has_response = request.status is not None and not request.is_client_gone
+            status = request.status if has_response else CLIENT_GONE
+            metrics.responses.labels(request.route, str(status)).inc()
 
     def _route(self, request: Request) -> Route:
         """Return the route. Raises ApiError 401 without the key, 403 for a wrong Host, 404, 405.
@@ -145,7 +157,7 @@ class App:
         """
         headers, method = request.headers, request.scope["method"]
         path = _SLASHES.sub("/", request.scope["path"]).rstrip("/")
-        if path not in _WITHOUT_KEY:
+        if path not in _PROBE_PATHS:
             if self._host is not None:
                 check_host(request, self._host)
             if path.startswith("/admin/") and self._admin_key is not None:
@@ -154,8 +166,9 @@ class App:
                 check_key(headers, self._api_key)
         methods = self._table.get(path)
         if methods is None:
-            before, separator, name = path.partition("/models/")
-            if separator and before in ("", "/v1") and not {".", ".."} & set(name.split("/")):
+            prefix, separator, name = path.partition("/models/")
+            is_relative = not {".", ".."}.isdisjoint(name.split("/"))
+            if separator and prefix in ("", "/v1") and not is_relative:
                 methods = self._table[_MODEL]
                 request.path_name = name
         if methods is None:
@@ -186,29 +199,28 @@ class App:
 
 
 def check_host(request: Request, host: str) -> None:
-    """Check the Host header. Raises ApiError 403 if it names neither `host` nor this machine.
-
-    A browser always sends one; only HTTP/1.0 may leave it out.
-    """
-    given = request.headers.get(b"host")
-    if given is None and request.scope["http_version"] < "1.1":
+    """Check the Host header. Raises ApiError 403 if it names neither `host` nor this machine."""
+    header = request.headers.get(b"host")
+    if header is None and request.scope["http_version"] < "1.1":
+        return  # only HTTP/1.0 may leave it out, and browsers always send it
+    name = "" if header is None else header.decode("latin-1")
+    name_without_port = name.rpartition(":")[0]
+    if host in (name, name_without_port) or is_local_name(name):
         return
-    name = "" if given is None else given.decode("latin-1")
-    if name.rpartition(":")[0] != host and name != host and not is_local_name(name):
-        text = (
-            "This server has no API key, so it answers only requests to this machine's own names, "
-            f"such as localhost. The Host header of this request is {name[:200]!r}. Start the "
-            "server with --api-key-env to reach it under other names."
-        )
-        raise ApiError(403, text, "host_not_allowed")
+    text = (
+        "This server has no API key, so it answers only requests to this machine's own names, "
+        f"such as localhost. The Host header of this request is {name[:200]!r}. Start the "
+        "server with --api-key-env to reach it under other names."
+    )
+    raise ApiError(403, text, "host_not_allowed")
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
-    """Check the API key, in a time that does not depend on where the keys differ. Raises ApiError
-    401."""
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    is_same = hmac.compare_digest(given.strip(), key.encode())
-    if not is_same or scheme.lower() != b"bearer":
+    """Check the API key. Raises ApiError 401."""
+    scheme, _, sent_key = headers.get(b"authorization", b"").partition(b" ")
+    # Takes the same time wherever the keys differ, so that the time does not help to guess the key.
+    is_key_right = hmac.compare_digest(sent_key.strip(), key.encode())
+    if not is_key_right or scheme.lower() != b"bearer":
         text = "An API key is required. Send it as Authorization: Bearer <key>."
         raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -216,24 +228,25 @@ def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
 def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes, generated from their types."""
     types = {ErrorBody, *(route.answer for route in routes), *(route.body for route in routes)}
-    template = "#/components/schemas/{name}"
-    schemas, components = msgspec.json.schema_components(types, ref_template=template)
-    as_json = {
-        kind: {"application/json": {"schema": schema}}
-        for kind, schema in zip(types, schemas, strict=True)
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    content_of = {  # OpenAPI's "content", by type
+        value_type: {"application/json": {"schema": schema}}
+        for value_type, schema in zip(types, schemas, strict=True)
     }
     paths: dict[str, Any] = {}
     for route in routes:
         responses = {
-            "200": {"description": route.summary, "content": as_json[route.answer]},
-            "default": {"description": "An error", "content": as_json[ErrorBody]},
+            "200": {"description": route.summary, "content": content_of[route.answer]},
+            "default": {"description": "An error", "content": content_of[ErrorBody]},
         }
         operation: dict[str, Any] = {"summary": route.summary, "responses": responses}
-        if names := re.findall("{(.*?)}", route.path):
+        if path_parameters := re.findall("{(.*?)}", route.path):
             in_path = {"in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [{"name": name, **in_path} for name in names]
+            operation["parameters"] = [{"name": name, **in_path} for name in path_parameters]
         if route.body is not None:
-            operation["requestBody"] = {"required": True, "content": as_json[route.body]}
+            operation["requestBody"] = {"required": True, "content": content_of[route.body]}
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     description = f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id."
     security = {"key": {"type": "http", "scheme": "bearer"}}

@@ -18,18 +18,21 @@ import msgspec
 
 from crossover.models.machine_limits import available_bytes
 from crossover.serving.backends.backend_interface import BackendInfo
+from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import ContextOverflow, EngineState
 from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from crossover.serving.http.api_errors import ApiError
-from crossover.serving.http.body_types import DETOKENIZE, TOKENIZE, WireStruct
+from crossover.serving.http.body_types import DETOKENIZE, TOKENIZE, RequestStruct
 from crossover.serving.http.http_request import Request
 from crossover.serving.http.request_validation import check_ids
 from crossover.serving.metrics import CONTENT_TYPE
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 
-_OF_LOADED = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
-_OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
+# Keys of /v1/placement that are null while no engine is ready.
+_KEYS_OF_READY_ENGINE = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
+# The parts of the predicted memory, as fields of Attempt.
+_MEMORY_PARTS = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -37,48 +40,52 @@ async def health(request: Request) -> dict[str, str]:
 
 
 async def ready(request: Request) -> dict[str, Any]:
-    """Return what serves, or would be loaded for a request. Raises Unavailable with the reason."""
+    """Return the first model that can answer a request: one that is loaded, or else one that a
+    request would load. Raises Unavailable, with the reason of the first model, if there is none."""
     states = request.registry.states()
     models = list(request.registry.models.values())
-    able = [model for model in models if states[model.served_name] == EngineState.ready]
-    if not able:
-        unloaded = [model for model in models if states[model.served_name] == EngineState.unloaded]
-        able = [model for model in unloaded if model.on_demand]
-    if not able:
+    ready_models = [model for model in models if states[model.served_name] == EngineState.ready]
+    unloaded = [model for model in models if states[model.served_name] == EngineState.unloaded]
+    available = ready_models or [model for model in unloaded if model.on_demand]
+    if not available:
         raise models[0].supervisor.unavailable()
-    supervisor = able[0].supervisor
+    supervisor = available[0].supervisor
     return {
         "state": supervisor.state,
-        "model": able[0].served_name,
+        "model": available[0].served_name,
         "backend": supervisor.label,
         "models": states,
     }
 
 
 async def metrics(request: Request) -> None:
-    await request.answer(request.registry.metrics.exposition(), kind=CONTENT_TYPE)
+    await request.answer(request.registry.metrics.exposition(), content_type=CONTENT_TYPE)
 
 
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(model) for model in request.registry.models.values()]}
+    served_models = request.registry.models.values()
+    return {"object": "list", "data": [_model_object(model) for model in served_models]}
 
 
 async def one_model(request: Request) -> dict[str, Any]:
     """Return the model with this id, which may contain slashes. Raises UnknownModel."""
     models = request.registry.models
-    for name in models:  # the path has lost doubled and trailing slashes, the name may have them
+    for name, model in models.items():
+        # Doubled and trailing slashes were removed from the path, so the name is compared alike.
         if re.sub("/+", "/", name).strip("/") == request.path_name:
-            return _card(models[name])
-    return _card(request.registry.named(request.path_name))
+            return _model_object(model)
+    return _model_object(request.registry.named(request.path_name))
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    """Return OpenAI's model object, with `max_model_len` as vLLM adds it."""
+    context_tokens = model.engine_limits(to_generate=False).context_tokens
     return {
         "id": model.served_name,
         "object": "model",
         "created": model.created,
         "owned_by": "crossover",
-        "max_model_len": model.engine_limits(to_generate=False).context_tokens,  # vLLM's name of it
+        "max_model_len": context_tokens,
         "state": model.supervisor.state,
     }
 
@@ -110,28 +117,19 @@ async def placement(request: Request) -> dict[str, Any]:
     query = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
     model = request.model = registry.named(query.get("model", registry.first.served_name))
     supervisor = model.supervisor
-    engine = msgspec.structs.asdict(supervisor.config)
     ready = supervisor.ready
-    pid = supervisor.engine_pid
-    for key in ("model_path", "tokenizer_path"):
-        del engine[key]
+    engine = msgspec.structs.asdict(supervisor.config)
+    for private_key in ("model_path", "tokenizer_path"):
+        del engine[private_key]
     settings = engine.pop("settings")
-    loaded: dict[str, Any] = dict.fromkeys(_OF_LOADED)
-    if ready is not None:
-        info = ready.info
-        settings, engine["weight_format"] = info.settings, info.weight_format
-        loaded["memory"] = {
-            "predicted": _predicted_memory(model),
-            # Read now: a process takes more as contexts grow than it did when it was loaded.
-            "rss_bytes": resident_bytes(pid) if pid is not None else ready.rss_bytes,
-            "peak_rss_bytes": peak_resident_bytes(pid) if pid is not None else ready.peak_rss_bytes,
-        }
-        loaded["prefix_reuse"] = _describe_prefix_reuse(supervisor.config.prefix_reuse, info)
-        loaded |= {"device_name": info.device_name, "details": info.details}
-        loaded["load_seconds"] = ready.load_seconds
-    return loaded | {
+    of_ready_engine: dict[str, Any] = dict.fromkeys(_KEYS_OF_READY_ENGINE)
+    if ready is not None:  # the settings and format that the engine chose
+        settings, engine["weight_format"] = ready.info.settings, ready.info.weight_format
+        of_ready_engine = _describe_ready_engine(model, ready)
+    return of_ready_engine | {
         "model": model.served_name,
-        # For a plan of what else could serve it; null: an engine without a model.
+        # The shape of the model, so that a client can plan what else could serve it. Null: the
+        # engine has no model.
         "shape": None if model.prepared is None else model.prepared.request.model,
         "models": registry.states(),
         "state": supervisor.state,
@@ -146,6 +144,26 @@ async def placement(request: Request) -> dict[str, Any]:
             for event in supervisor.events
         ],
         "explanation": model.placement_report(),
+    }
+
+
+def _describe_ready_engine(model: ServedModel, ready: Ready) -> dict[str, Any]:
+    """Return the values of _KEYS_OF_READY_ENGINE."""
+    supervisor, info = model.supervisor, ready.info
+    # The process's memory now, because it grows with the contexts after the load.
+    pid = supervisor.engine_pid
+    rss_bytes = ready.rss_bytes if pid is None else resident_bytes(pid)
+    peak_rss_bytes = ready.peak_rss_bytes if pid is None else peak_resident_bytes(pid)
+    return {
+        "memory": {
+            "predicted": _predicted_memory(model),
+            "rss_bytes": rss_bytes,
+            "peak_rss_bytes": peak_rss_bytes,
+        },
+        "device_name": info.device_name,
+        "load_seconds": ready.load_seconds,
+        "details": info.details,
+        "prefix_reuse": _describe_prefix_reuse(supervisor.config.prefix_reuse, info),
     }
 
 
@@ -164,23 +182,26 @@ def _describe_prefix_reuse(is_enabled: bool, info: BackendInfo) -> str:
 
 
 def _predicted_memory(model: ServedModel) -> dict[str, int] | None:
-    """Return the memory of the running engine as placement predicted it."""
+    """Return the predicted memory of the running engine in bytes, by part; None: there is no
+    prediction for it."""
+    if model.placement is None:
+        return None
     config = model.supervisor.config
-    for attempt in () if model.placement is None else model.placement.attempts:
+    for attempt in model.placement.attempts:
         if (attempt.backend, attempt.device) == (config.backend, config.device):
-            return {part: getattr(attempt, part) for part in _OF_MEMORY}
+            return {part: getattr(attempt, part) for part in _MEMORY_PARTS}
     return None
 
 
 # --- the admin routes
 
 
-class LoadRequest(WireStruct, kw_only=True, frozen=True):
+class LoadRequest(RequestStruct, kw_only=True, frozen=True):
     name: str
 
 
 class UnloadRequest(LoadRequest, kw_only=True, frozen=True):
-    """`drain`: running requests may finish."""
+    """`drain`: let running requests finish first."""
 
     drain: bool = True
 
@@ -193,14 +214,14 @@ async def list_models(request: Request) -> dict[str, Any]:
     """Return all models and the memory they share; `memory_limit_bytes` null: no limit is set."""
     registry = request.registry
     return {
-        "models": [_state(model) for model in registry.models.values()],
+        "models": [_model_state(model) for model in registry.models.values()],
         "available_bytes": available_bytes(),  # what a new process can take
         "memory_limit_bytes": registry.limits.memory_bytes,
     }
 
 
-def _state(model: ServedModel) -> dict[str, Any]:
-    """Return one model and the RSS of its engine processes; unknown values are null."""
+def _model_state(model: ServedModel) -> dict[str, Any]:
+    """Return one model's state and memory for the admin routes; unknown values are null."""
     supervisor, placement = model.supervisor, model.placement
     predicted = sum(attempt.need_bytes for attempt in model.attempts())
     return {
@@ -222,21 +243,27 @@ def _state(model: ServedModel) -> dict[str, Any]:
 
 async def load_model(request: Request) -> dict[str, Any]:
     name = (await request.read(LOAD)).name
-    return await _done(request, name, lambda registry: registry.load(name))
+    return await _finish_work(request, name, lambda registry: registry.load(name))
 
 
 async def unload_model(request: Request) -> dict[str, Any]:
     body = await request.read(UNLOAD)
-    return await _done(request, body.name, lambda registry: registry.unload(body.name, body.drain))
+    return await _finish_work(
+        request, body.name, lambda registry: registry.unload(body.name, body.drain)
+    )
 
 
-async def _done(
+async def _finish_work(
     request: Request, name: str, work: Callable[[Registry], Awaitable[Any]]
 ) -> dict[str, Any]:
-    """Finish the work, also if the client disconnects, and return the model's state after it."""
+    """Do the work on the model of this name and return the model's state after it.
+
+    The work is finished even if the client disconnects: only `acquire_model` watches for that.
+    Raises ApiError 404.
+    """
     registry = request.registry
     if name not in registry.models:
         text = f"The model {name[:200]!r} does not exist. GET /admin/models lists all models."
         raise ApiError(404, text, "model_not_found", "name")
     await work(registry)
-    return _state(registry.models[name])
+    return _model_state(registry.models[name])

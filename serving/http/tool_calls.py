@@ -8,13 +8,19 @@ one that crossover.serving.http.answer_parts reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from crossover.models.answer_marks import dialect_of
-from crossover.models.chat_template import AsWritten, RendersChat
-from crossover.serving.http.answer_parts import CALL, CALLED, TRAILING_CALL, Format
-from crossover.serving.http.api_errors import refused
+from crossover.models.chat_template import AsWritten, CallsForm, RendersChat
+from crossover.serving.http.answer_parts import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    FUNCTION_OPEN,
+    GRANITE_CALL,
+    CallFormat,
+)
+from crossover.serving.http.api_errors import invalid_parameter
 from crossover.serving.http.body_types import ChatRequest, Tool, encode
 from crossover.serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
@@ -24,78 +30,81 @@ def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     return () if body.tool_choice == "none" else body.tools or ()
 
 
-def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
-    """Return the format of the model's calls (None: no calls), and forced calls as JSON of
-    ToolCalls. Raises ApiError 400."""
-    choice, tools = body.tool_choice, offered_tools(body)
+class CallChoice(NamedTuple):
+    """How the model writes its calls, and which calls it must make.
+
+    `call_format`: None: no calls are parsed. `forced_calls`: JSON of ToolCalls; None: the model may
+    call functions or not.
+    """
+
+    call_format: CallFormat | None
+    forced_calls: bytes | None
+
+
+def choose_call_format(body: ChatRequest, template: str) -> CallChoice:
+    """Return how the model calls functions for this request. Raises ApiError 400."""
+    choice = body.tool_choice
+    tools = offered_tools(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    if not tools and (choice == "required" or isinstance(choice, Tool)):
-        name = "" if isinstance(choice, str) else f" {choice.function.name!r}"
-        raise refused("tool_choice", f"tools contains no function{name}.")
+        if not tools:
+            why = f"tools contains no function {choice.function.name!r}."
+            raise invalid_parameter("tool_choice", why)
+    if not tools and choice == "required":
+        raise invalid_parameter("tool_choice", "tools contains no function.")
     if not tools:
-        return None, None
+        return CallChoice(None, None)
     if choice in (None, "auto"):
-        readable = readable_calls(template)
-        if readable is not None:
-            return readable, None
+        call_format = call_format_of(template)
+        if call_format is not None:
+            return CallChoice(call_format, None)
         text = (
             "tool_choice 'auto' needs a chat template in a tool format that this server parses "
             "(Hermes, Qwen, Granite, gpt-oss or Gemma 4), which this model does not have. Use "
             "'required', 'none', or name a function."
         )
-        raise refused("tools", text, "unsupported_parameter")
-    if (size := len(encode(tools))) > MAX_CHARACTERS:
-        why = f"The forced tools have {size} bytes; the maximum is {MAX_CHARACTERS}."
-        raise refused("tools", why)
+        raise invalid_parameter("tools", text, "unsupported_parameter")
+    size_bytes = len(encode(tools))
+    if size_bytes > MAX_CHARACTERS:
+        why = f"The forced tools have {size_bytes} bytes; the maximum is {MAX_CHARACTERS}."
+        raise invalid_parameter("tools", why)
     callable_tools = [
-        CallableTool(
-            tool.function.name,
-            _parameters_of(tool),
-            bool(tool.function.strict),
-        )
+        CallableTool(tool.function.name, _parameters_of(tool), bool(tool.function.strict))
         for tool in tools
     ]
     at_most_one = isinstance(choice, Tool) or body.parallel_tool_calls is False
-    return "list", encode(ToolCalls(callable_tools, at_most_one))
+    return CallChoice("list", encode(ToolCalls(callable_tools, at_most_one)))
 
 
 def _parameters_of(tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments. Null stands for a function without parameters,
+    and an empty schema for any object."""
     parameters = tool.function.parameters
-    if parameters is None:  # the function takes none
+    if parameters is None:
         return {"type": "object", "properties": {}}
     return parameters or {"type": "object"}
 
 
-def readable_calls(template: str) -> Format | None:
+def call_format_of(template: str) -> CallFormat | None:
     """Return the format of tool calls that a chat template asks for; None: no supported one."""
     if dialect_of(template) != "tags":
         return "native"
-    plain = template.replace('\\"', '"')
-    if CALL in plain and ('"arguments"' in plain or "<function=" in plain):
+    unescaped = template.replace('\\"', '"')  # as inside the strings of the template
+    shows_hermes_calls = '"arguments"' in unescaped or FUNCTION_OPEN in unescaped
+    if CALL_OPEN in unescaped and shows_hermes_calls:
         return "hermes"
-    return "trailing" if TRAILING_CALL in plain else None
+    return "trailing" if GRANITE_CALL in unescaped else None
 
 
 def show_tools(
     turns: list[dict[str, Any]], tools: Sequence[Tool], tokenizer: RendersChat, template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return (turns, tools) for the chat template; what the template does not show becomes text."""
-    form = tokenizer.calls_form(template)
+    """Return the turns and the tools as the chat template takes them; the tools are None if there
+    are none. Calls and tools that the template does not show become text of a turn."""
+    calls_form = tokenizer.calls_form(template)
     for turn in turns:
-        if form is not None and not (form.content_is_null and turn["content"]):
-            if form.content_is_null and "tool_calls" in turn:
-                turn["content"] = None
-            for call in turn.get("tool_calls", ()) if form.arguments_are_text else ():
-                call["function"]["arguments"] = _as_text(call["function"]["arguments"])
-            continue
-        calls = [_written(call["function"]) for call in turn.pop("tool_calls", ())]
-        calls_text = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls)
-        if calls_text and isinstance(turn["content"], list):
-            turn["content"] = [*turn["content"], {"type": "text", "text": calls_text}]
-        elif calls_text:
-            turn["content"] = f"{turn['content']}\n{calls_text}".lstrip("\n")
-    shown = [
+        _show_calls(turn, calls_form)
+    functions = [
         {
             "name": tool.function.name,  # some templates fail without the other two
             "description": tool.function.description or "",
@@ -103,31 +112,67 @@ def show_tools(
         }
         for tool in tools
     ]
-    if shown and not tokenizer.shows_tools(template):
-        lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in shown)
-        text = (
-            f"You can call these functions:\n{lines}\n"
-            'Answer with a JSON list of calls: [{"name": ..., "arguments": {...}}]'
-        )
-        role = "system"
-        if tokenizer.content_form("system", template) in ("dropped", "refused"):
-            role = "user"
-        if turns[0]["role"] == role:
-            first = turns[0]["content"]
-            if isinstance(first, list):
-                first = "\n".join(part["text"] for part in first)
-            text = f"{first}\n\n{text}" if role == "system" else f"{text}\n\n{first}"
-            turns = turns[1:]
-        turns = [{"role": role, "content": text}, *turns]
-    return turns, [{"type": "function", "function": function} for function in shown] or None
+    if functions and not tokenizer.shows_tools(template):
+        turns = _with_tools_as_text(turns, functions, tokenizer, template)
+    return turns, [{"type": "function", "function": function} for function in functions] or None
+
+
+def _show_calls(turn: dict[str, Any], calls_form: CallsForm | None) -> None:
+    """Change a turn's calls to the form that the template shows. Calls that it does not show are
+    appended to the content as text. `calls_form`: None: it shows no calls."""
+    calls = turn.get("tool_calls", ())
+    # A template that shows calls only beside null content does not show those beside a text.
+    hides_calls = calls_form is not None and calls_form.content_is_null and turn["content"]
+    if calls_form is not None and not hides_calls:
+        if calls_form.content_is_null and "tool_calls" in turn:
+            turn["content"] = None
+        if calls_form.arguments_are_text:
+            for call in calls:
+                call["function"]["arguments"] = _as_text(call["function"]["arguments"])
+        return
+    turn.pop("tool_calls", None)
+    if not calls:
+        return
+    call_texts = [f"{CALL_OPEN}\n{_as_json(call['function'])}\n{CALL_CLOSE}" for call in calls]
+    calls_text = "\n".join(call_texts)
+    if isinstance(turn["content"], list):
+        turn["content"] = [*turn["content"], {"type": "text", "text": calls_text}]
+    else:
+        turn["content"] = f"{turn['content']}\n{calls_text}".lstrip("\n")
+
+
+def _with_tools_as_text(
+    turns: list[dict[str, Any]],
+    functions: Sequence[Mapping[str, Any]],
+    tokenizer: RendersChat,
+    template: str,
+) -> list[dict[str, Any]]:
+    """Return the turns with the functions described in the first one: in a system message, or in
+    a user message if the template shows no system messages."""
+    lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    text = (
+        f"You can call these functions:\n{lines}\n"
+        'Answer with a JSON list of calls: [{"name": ..., "arguments": {...}}]'
+    )
+    has_system = tokenizer.content_form("system", template) not in ("dropped", "refused")
+    role = "system" if has_system else "user"
+    if turns[0]["role"] != role:
+        return [{"role": role, "content": text}, *turns]
+    first = turns[0]["content"]
+    if isinstance(first, list):
+        first = "\n".join(part["text"] for part in first)
+    text = f"{first}\n\n{text}" if has_system else f"{text}\n\n{first}"
+    return [{"role": role, "content": text}, *turns[1:]]
 
 
 def _as_text(arguments: Any) -> str:
-    is_written = isinstance(arguments, AsWritten)
-    return str(arguments) if is_written else json.dumps(arguments, ensure_ascii=False)
+    """Return a call's arguments as JSON."""
+    if isinstance(arguments, AsWritten):
+        return str(arguments)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
-def _written(function: dict[str, Any]) -> str:
-    """Return an earlier call as JSON."""
+def _as_json(function: dict[str, Any]) -> str:
+    """Return a call of this function as JSON; invalid arguments of the model stay as they are."""
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'{{"name": {name}, "arguments": {_as_text(function["arguments"])}}}'

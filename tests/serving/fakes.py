@@ -40,7 +40,7 @@ from crossover.serving.http.routes import App
 from crossover.serving.metrics import PREFIX, Metrics, ServerMetrics
 from crossover.serving.registry.model_loader import RegistryLimits
 from crossover.serving.registry.registry import Registry
-from crossover.serving.registry.served_model import ServedModel
+from crossover.serving.registry.served_model import ServedModel, Vocabulary
 from crossover.serving.sampling.step_inputs import Sampling
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.engine_supervisor import Supervisor
@@ -285,7 +285,7 @@ def app_on(
     registry.loader.is_stopping = True  # so that no request loads the model
     metrics = Metrics(registry.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
-    vocabulary = tokenizer, tokenizer.token_bytes()
+    vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
     model = ServedModel(supervisor, vocabulary, metrics)
     model.placement_report = lambda: placement  # type: ignore[method-assign]
     registry.add(model)

@@ -11,7 +11,7 @@ import pytest
 
 from crossover.models.answer_marks import dialect_of, with_marks
 from crossover.serving.http.answer_parts import OutputParser, format_of_output
-from crossover.serving.http.tool_calls import readable_calls
+from crossover.serving.http.tool_calls import call_format_of
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -346,8 +346,8 @@ MARKS = ("<|", "<think>", "</think>", "<tool_call", "</tool_call", "<function", 
 def split(name: str, cases: dict[str, tuple[str, str, str, Parts]], *pieces: int) -> Parts:
     """The parts of a case's answer that comes in pieces of these sizes, the last size repeated."""
     template, end, text, _ = cases[name]
-    calls = readable_calls(template)
-    form = format_of_output(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
+    calls = call_format_of(template)
+    form = format_of_output(template, f"a prompt {end}", calls, PARAMETERS, is_constrained=False)
     assert form is not None
     splitter, found, start, sizes = OutputParser(form), list[tuple[Any, ...]](), 0, [*pieces]
     while start < len(text):
@@ -385,11 +385,11 @@ def test_a_whole_answer_is_split_alike_wherever_it_is_cut_and_leaves_no_mark(nam
 
 
 def test_a_template_without_marks_and_an_answer_held_to_a_grammar_are_content_alone() -> None:
-    assert readable_calls(PLAIN) is None
-    assert format_of_output(PLAIN, "x", None, {}, is_free=True) is None
+    assert call_format_of(PLAIN) is None
+    assert format_of_output(PLAIN, "x", None, {}, is_constrained=False) is None
     for template in (HARMONY, GEMMA, QWEN35):
-        assert format_of_output(template, "x", None, {}, is_free=False) is None
-        listed = format_of_output(template, "x", "list", PARAMETERS, is_free=False)
+        assert format_of_output(template, "x", None, {}, is_constrained=True) is None
+        listed = format_of_output(template, "x", "list", PARAMETERS, is_constrained=True)
         assert listed is not None and (listed.reasoning, listed.dialect) == (None, "tags")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crossover.serving.http.api_errors import try_again
+from crossover.serving.http.api_errors import retry_later
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
 
 TURN = {"role": "user", "content": "hi"}
@@ -59,6 +59,6 @@ def test_what_known_clients_send_to_completions_is_taken(client: str) -> None:
 
 
 def test_retry_after_is_whole_seconds_and_milliseconds() -> None:
-    headers = try_again(429, "full", "x", 2.4).headers
+    headers = retry_later(429, "full", "x", 2.4).headers
     assert headers == {"Retry-After": "3", "Retry-After-Ms": "2400"}
-    assert try_again(503, "gone", "x", 0.0).headers["Retry-After"] == "1"
+    assert retry_later(503, "gone", "x", 0.0).headers["Retry-After"] == "1"

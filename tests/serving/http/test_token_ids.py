@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from crossover.models.tokenizer import load_tokenizer, shipped, write_shipped
-from crossover.serving.cli.launch import words_of_tokens_out_of_range
+from crossover.serving.cli.launch import tokens_out_of_range_text
 from crossover.serving.engine.ipc_messages import FinishReason, GenerationRequest, Submit
 from crossover.serving.sampling.step_inputs import Sampling
 from tests.serving.engine.schedules import make
@@ -115,9 +115,9 @@ def test_a_beginning_beyond_the_rows_is_left_out() -> None:
 
 
 def test_a_line_at_load_names_the_tokens() -> None:
-    line = words_of_tokens_out_of_range({640: "[PAD]", 999: ""})
+    line = tokens_out_of_range_text({640: "[PAD]", 999: ""})
     assert "[PAD] (640), a token (999)" in line and line.endswith("refused.")
-    assert "and 92 more" in words_of_tokens_out_of_range(dict.fromkeys(range(100), "x"))
+    assert "and 92 more" in tokens_out_of_range_text(dict.fromkeys(range(100), "x"))
 
 
 def test_a_folder_says_which_of_its_tokens_have_no_row(tmp_path: Path) -> None:
