@@ -1,7 +1,7 @@
 """The server's log for people and log collectors: lines, progress and the events of engines.
 
-narrator = ConsoleLog(sys.stderr)
-narrator.say("listening")
+log = ConsoleLog(sys.stderr)
+log.say("listening")
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import datetime
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from crossover.serving.supervisor.engine_supervisor import Event
 
-_QUIET = ("started", "ready")  # other lines report these in more detail
-_BETWEEN_SECONDS = 3.0  # the minimum time between two lines of the same progress
+_UNLOGGED_EVENTS = ("started", "ready")  # other lines report these in more detail
+_MIN_SECONDS_BETWEEN = 3.0  # between two lines about the same progress
+
+
+class _Progress(NamedTuple):
+    """A line of progress that was written. `written_at`: by time.monotonic()."""
+
+    subject: str
+    text: str
+    written_at: float
 
 
 class ConsoleLog:
@@ -25,7 +33,7 @@ class ConsoleLog:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._last = ("", "", 0.0)  # the last progress: its subject, its text, when it was written
+        self._last_progress = _Progress("", "", 0.0)
         self.name_models = False
 
     def say(self, *lines: str) -> None:
@@ -36,12 +44,14 @@ class ConsoleLog:
             self._out.flush()
 
     def event(self, event: Event) -> None:
-        """Write a line about an event of the supervisor, unless it is an everyday one."""
-        if event.kind not in _QUIET:
-            moment = datetime.fromtimestamp(event.unix_seconds).strftime("%H:%M:%S")
-            cause = f" [{event.cause}]" if event.cause else ""
-            subject = f"{event.model} ({event.engine})" if self.name_models else event.engine
-            self.say(f"{moment} {subject} {event.kind.replace('_', ' ')}{cause}: {event.message}")
+        """Write a line about an event of a supervisor, unless it is one of _UNLOGGED_EVENTS."""
+        if event.kind in _UNLOGGED_EVENTS:
+            return
+        time_of_day = datetime.fromtimestamp(event.unix_seconds).strftime("%H:%M:%S")
+        subject = f"{event.model} ({event.engine})" if self.name_models else event.engine
+        kind = event.kind.replace("_", " ")
+        cause = f" [{event.cause}]" if event.cause else ""
+        self.say(f"{time_of_day} {subject} {kind}{cause}: {event.message}")
 
     def progress(self, what: str, fraction: float | None) -> None:
         """Write how far `what` is, at most every few seconds and once at its end.
@@ -49,9 +59,9 @@ class ConsoleLog:
         `fraction`: 0 to 1; None: not known.
         """
         now = time.monotonic()
-        last_subject, last_text, written_at = self._last
+        last = self._last_progress
         text = what if fraction is None else f"{what}: {fraction:.0%}"
-        is_due = fraction == 1.0 or now - written_at >= _BETWEEN_SECONDS
-        if what != last_subject or (text != last_text and is_due):
-            self._last = (what, text, now)
+        is_due = fraction == 1.0 or now - last.written_at >= _MIN_SECONDS_BETWEEN
+        if what != last.subject or (text != last.text and is_due):
+            self._last_progress = _Progress(what, text, now)
             self.say(text)

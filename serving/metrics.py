@@ -5,15 +5,15 @@
     metrics.ttft.observe(0.12)
     text = server.exposition()
 
-Times are in seconds, of the API process; the engine measures queue and prefill. An answer of n
-choices counts as n sequences. Unknown values are omitted, not reported as 0.
+Times are in seconds, as the API process sees them, except for queue and prefill times, which the
+engine measures. A request with `n` choices counts as n sequences. Unknown values are omitted.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,13 +37,15 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "crossover"
-SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
+SUCCESSFUL_REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 
-# Buckets: vLLM's together, with finer ones below for small models and coarser ones above for CPUs.
-SECONDS = (
-    "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 1.5 2 2.5"
-    " 5 7.5 10 20 30 40 60 80 160 640 2560"
-).split()
+# The upper bounds of the buckets of all histograms, in seconds: those of vLLM's histograms taken
+# together, with finer ones for small models and coarser ones for CPUs.
+MILLISECOND_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075)
+SECOND_BUCKETS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 5.0, 7.5)
+MINUTE_BUCKETS = (10.0, 20.0, 30.0, 40.0, 60.0, 80.0, 160.0, 640.0, 2560.0)
+BUCKETS = MILLISECOND_BUCKETS + SECOND_BUCKETS + MINUTE_BUCKETS
+# The families that the event loop fills, by name: their help.
 HISTOGRAMS: dict[str, str] = {
     "time_to_first_token_seconds": "From the request's arrival to its first token",
     "inter_token_latency_seconds": "Gap between two deltas of one sequence",
@@ -61,101 +63,111 @@ COUNTERS: dict[str, str] = {
     "prefix_cache_queries": "Prompt tokens looked up in earlier sequences' KV",
     "prefix_cache_hits": "Prompt tokens taken from an earlier sequence's KV",
 }
-_NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
+_NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)  # before an engine's first step
 
 
-def _stats(served: Supervisor) -> StepStats:
-    return served.requests.stats or _NO_STATS
+def _stats(supervisor: Supervisor) -> StepStats:
+    return supervisor.requests.stats or _NO_STATS
 
 
-def _kv_share(served: Supervisor) -> float | None:
-    if served.ready is None:
+def _kv_share(supervisor: Supervisor) -> float | None:
+    if supervisor.ready is None:
         return None
-    return _stats(served).kv_used_tokens / max(1, served.ready.info.settings.pool_tokens)
+    pool_tokens = supervisor.ready.info.settings.pool_tokens
+    return _stats(supervisor).kv_used_tokens / max(1, pool_tokens)
 
 
-# Read from a model's supervisor at the scrape: help, and the value; None is omitted.
-COUNTS: dict[str, tuple[str, Callable[[Supervisor], int]]] = {
-    "engine_restarts": ("Restarts in the same place", lambda s: s.restarts),
-    "engine_fallbacks": ("Another engine took over", lambda s: s.fallbacks),
-    "engine_bridges": (
-        "Fallbacks that began while the preferred engine restarted",
-        lambda s: s.bridges,
+def _slots(supervisor: Supervisor) -> int | None:
+    return None if supervisor.ready is None else supervisor.ready.info.settings.slots
+
+
+class Scraped(NamedTuple):
+    """A family that is read from a model's supervisor at each scrape. `value`: None is omitted."""
+
+    text: str  # the help
+    value: Callable[[Supervisor], float | None]
+
+
+SCRAPED_COUNTERS: dict[str, Scraped] = {
+    "engine_restarts": Scraped("Restarts in the same place", lambda it: it.restarts),
+    "engine_fallbacks": Scraped("Another engine took over", lambda it: it.fallbacks),
+    "engine_bridges": Scraped(
+        "Fallbacks that began while the preferred engine restarted", lambda it: it.bridges
     ),
-    "engine_returns": ("The preferred engine came back", lambda s: s.returns),
-    "num_preemptions": ("Sequences sent back to the queue", lambda s: _stats(s).preemptions),
+    "engine_returns": Scraped("The preferred engine came back", lambda it: it.returns),
+    "num_preemptions": Scraped(
+        "Sequences sent back to the queue", lambda it: _stats(it).preemptions
+    ),
 }
-GAUGES: dict[str, tuple[str, Callable[[Supervisor], float | None]]] = {
-    "num_requests_running": ("Sequences in the engine's batch", lambda s: _stats(s).running),
-    "num_requests_waiting": ("Sequences waiting for a slot", lambda s: _stats(s).waiting),
-    "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", _kv_share),
-    "engine_slots": (
-        "Sequences at once",
-        lambda s: s.ready.info.settings.slots if s.ready else None,
+SCRAPED_GAUGES: dict[str, Scraped] = {
+    "num_requests_running": Scraped(
+        "Sequences in the engine's batch", lambda it: _stats(it).running
     ),
+    "num_requests_waiting": Scraped("Sequences waiting for a slot", lambda it: _stats(it).waiting),
+    "kv_cache_usage_perc": Scraped("Share of the KV cache in use, 0 to 1", _kv_share),
+    "engine_slots": Scraped("Sequences at once", _slots),
 }
 
 
 class Metrics:
-    """The metrics of one model. The event loop fills it; a scrape reads `served`."""
+    """The metrics of one model. The event loop fills them; a scrape also reads `supervisor`."""
 
-    def __init__(self, server: ServerMetrics, model: str, served: Supervisor) -> None:
+    def __init__(self, server: ServerMetrics, model: str, supervisor: Supervisor) -> None:
         self.model = model
-        self.served = served
+        self.supervisor = supervisor
         server.models[model] = self
-        own = {name: family.labels(model) for name, family in server.families.items()}
-        self.ttft = own["time_to_first_token_seconds"]
-        self.inter_token = own["inter_token_latency_seconds"]
-        self.per_token = own["request_time_per_output_token_seconds"]
-        self.e2e = own["e2e_request_latency_seconds"]
-        self.queue = own["request_queue_time_seconds"]
-        self.prefill = own["request_prefill_time_seconds"]
-        self.step = own["step_seconds"]
-        self.step_backend = own["step_backend_seconds"]
-        self.engine_holds = own["engine_loop_hold_seconds"]
-        self.prompt_tokens = own["prompt_tokens"]
-        self.generation_tokens = own["generation_tokens"]
-        self.cache_queries = own["prefix_cache_queries"]
-        self.cache_hits = own["prefix_cache_hits"]
-        self.finished = {
-            reason: server.finished[reason in SUCCESSES].labels(model, reason)
-            for reason in FinishReason
-        }
+        of_model = {name: family.labels(model) for name, family in server.families.items()}
+        self.ttft = of_model["time_to_first_token_seconds"]
+        self.inter_token = of_model["inter_token_latency_seconds"]
+        self.per_token = of_model["request_time_per_output_token_seconds"]
+        self.e2e = of_model["e2e_request_latency_seconds"]
+        self.queue = of_model["request_queue_time_seconds"]
+        self.prefill = of_model["request_prefill_time_seconds"]
+        self.step = of_model["step_seconds"]
+        self.step_backend = of_model["step_backend_seconds"]
+        self.loop_hold = of_model["engine_loop_hold_seconds"]
+        self.prompt_tokens = of_model["prompt_tokens"]
+        self.generation_tokens = of_model["generation_tokens"]
+        self.cache_queries = of_model["prefix_cache_queries"]
+        self.cache_hits = of_model["prefix_cache_hits"]
+        self.finished = {}
+        for reason in FinishReason:
+            counter = server.successes if reason in SUCCESSFUL_REASONS else server.failures
+            self.finished[reason] = counter.labels(model, reason)
+        # By outcome and by reason; the zeros are reported too.
         self.loads: Counts[str] = Counts(ready=0, failed=0)
         self.unloads: Counts[str] = Counts(idle=0, evicted=0, asked=0)
 
-    def stepped(self, stats: StepStats) -> None:
-        """The engine finished one step."""
+    def observe_step(self, stats: StepStats) -> None:
+        """Record the times of one step of the engine."""
         if stats.step_seconds > 0:
             self.step.observe(stats.step_seconds)
             self.step_backend.observe(stats.backend_seconds)
-            beside = stats.step_seconds - stats.backend_seconds
-            self.engine_holds.observe(stats.between_seconds + beside)
+            seconds_outside_backend = stats.step_seconds - stats.backend_seconds
+            self.loop_hold.observe(stats.between_seconds + seconds_outside_backend)
 
 
 class ServerMetrics(Collector):
-    """The metrics of the process; as a collector, those that are read at the scrape."""
+    """The metrics of the process. As a collector, it yields those that are read at the scrape."""
 
     def __init__(self) -> None:
         self.models: dict[str, Metrics] = {}
         self.registry = CollectorRegistry(auto_describe=False)
-        into: dict[str, Any] = {"registry": self.registry, "namespace": PREFIX}
-        self.families: dict[str, Any] = {  # with the label of a model
-            name: Histogram(name, text, ["model_name"], buckets=SECONDS, **into)
-            for name, text in HISTOGRAMS.items()
-        }
+        common: dict[str, Any] = {"registry": self.registry, "namespace": PREFIX}
+        self.families: dict[str, Any] = {}  # with the label of a model
+        for name, text in HISTOGRAMS.items():
+            family = Histogram(name, text, ["model_name"], buckets=BUCKETS, **common)
+            self.families[name] = family
         for name, text in COUNTERS.items():
-            self.families[name] = Counter(name, text, ["model_name"], **into)
+            self.families[name] = Counter(name, text, ["model_name"], **common)
         text, labels = "Sequences by how they ended", ["model_name", "finished_reason"]
-        self.finished = {
-            good: Counter(f"request_{name}", text, labels, **into)
-            for good, name in ((True, "success"), (False, "failure"))
-        }
+        self.successes = Counter("request_success", text, labels, **common)
+        self.failures = Counter("request_failure", text, labels, **common)
         text, labels = "Requests answered with an error, by its code", ["model_name", "reason"]
-        self.rejected = Counter("request_rejected", text, labels, **into)
+        self.rejected = Counter("request_rejected", text, labels, **common)
         text, labels = "Answers by route and status", ["route", "status"]
-        self.responses = Counter("http_responses", text, labels, **into)
-        self.open_requests = Gauge("http_requests_open", "Requests being answered", **into)
+        self.responses = Counter("http_responses", text, labels, **common)
+        self.open_requests = Gauge("http_requests_open", "Requests being answered", **common)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
 
@@ -164,33 +176,52 @@ class ServerMetrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        models = self.models
-        served = [(name, metrics.served) for name, metrics in models.items()]
-        for name, (text, count) in COUNTS.items():
-            yield _family(name, text, "", {(model,): count(s) for model, s in served}, True)
-        for name, (text, value) in GAUGES.items():
-            yield _family(name, text, "", {(model,): value(s) for model, s in served})
-        states = {(name, one): float(s.state == one) for name, s in served for one in EngineState}
-        yield _family("engine_state", "1 for the state the engine is in", "state", states)
-        deaths = {(name, cause): n for name, s in served for cause, n in s.deaths.items()}
+        supervisors = {name: metrics.supervisor for name, metrics in self.models.items()}
+        for name, scraped in SCRAPED_COUNTERS.items():
+            counter = _counter(name, scraped.text)
+            for model, supervisor in supervisors.items():
+                _add(counter, scraped.value(supervisor), model)
+            yield counter
+        for name, scraped in SCRAPED_GAUGES.items():
+            gauge = _gauge(name, scraped.text)
+            for model, supervisor in supervisors.items():
+                _add(gauge, scraped.value(supervisor), model)
+            yield gauge
+
+        states = _gauge("engine_state", "1 for the state the engine is in", "state")
         text = "Engine processes that ended unexpectedly, by cause"
-        yield _family("engine_deaths", text, "cause", deaths, True)
-        loads = {(name, one): n for name, m in models.items() for one, n in m.loads.items()}
-        yield _family("model_loads", "Times the model was loaded", "outcome", loads, True)
-        unloads = {(name, one): n for name, m in models.items() for one, n in m.unloads.items()}
-        yield _family("model_unloads", "Times the model was unloaded", "reason", unloads, True)
-        memory = {(name, str(pid)): resident_bytes(pid) for name, s in served for pid in s.pids}
-        yield _family("engine_process_memory_bytes", "RSS of engine processes", "pid", memory)
+        deaths = _counter("engine_deaths", text, "cause")
+        loads = _counter("model_loads", "Times the model was loaded", "outcome")
+        unloads = _counter("model_unloads", "Times the model was unloaded", "reason")
+        memory = _gauge("engine_process_memory_bytes", "RSS of engine processes", "pid")
+        for model, metrics in self.models.items():
+            supervisor = metrics.supervisor
+            for state in EngineState:
+                _add(states, float(supervisor.state == state), model, state)
+            for cause, count in supervisor.deaths.items():
+                _add(deaths, count, model, cause)
+            for outcome, count in metrics.loads.items():
+                _add(loads, count, model, outcome)
+            for reason, count in metrics.unloads.items():
+                _add(unloads, count, model, reason)
+            for pid in supervisor.pids:
+                _add(memory, resident_bytes(pid), model, str(pid))
+        yield from (states, deaths, loads, unloads, memory)
 
 
-def _family(
-    name: str, text: str, label: str, values: Mapping[Any, float | None], is_count: bool = False
-) -> Metric:
-    """Return a family with a value for each model, and for each value of `label` where there is
-    one."""
-    kind = CounterMetricFamily if is_count else GaugeMetricFamily
-    family = kind(f"{PREFIX}_{name}", text, labels=["model_name", *filter(None, [label])])
-    for labels, value in values.items():
-        if value is not None:
-            family.add_metric(labels, float(value))
-    return family
+def _counter(name: str, text: str, *more_labels: str) -> CounterMetricFamily:
+    """Return an empty family of counters with the label of a model, and more labels if given."""
+    return CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["model_name", *more_labels])
+
+
+def _gauge(name: str, text: str, *more_labels: str) -> GaugeMetricFamily:
+    """Return an empty family of gauges with the label of a model, and more labels if given."""
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["model_name", *more_labels])
+
+
+def _add(
+    family: CounterMetricFamily | GaugeMetricFamily, value: float | None, *label_values: str
+) -> None:
+    """Add a value to a family unless it is unknown."""
+    if value is not None:
+        family.add_metric(label_values, float(value))

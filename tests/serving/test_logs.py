@@ -53,7 +53,7 @@ def test_a_full_disk_raises_nothing() -> None:
 
 def test_the_end_of_a_progress_is_said_once() -> None:
     out = io.StringIO()
-    narrator = ConsoleLog(out)
+    log = ConsoleLog(out)
     for fraction in (0.0, 0.4, 1.0, 1.0, 1.0):
-        narrator.progress("weights", fraction)
+        log.progress("weights", fraction)
     assert out.getvalue().split("\n") == ["weights: 0%", "weights: 100%", ""]

@@ -18,8 +18,8 @@ def test_buckets_hold_their_bound_and_every_step_is_counted(supervisor: FakeSupe
     for value in (0.001, 0.0025, 0.003, 1e9):
         metrics.ttft.observe(value)
     for step in (0.01, 0.02):
-        metrics.stepped(StepStats(1, 0, 10, step, step / 2, 3, 4, 0))
-    metrics.stepped(StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0))  # a refusal outside of any step
+        metrics.observe_step(StepStats(1, 0, 10, step, step / 2, 3, 4, 0))
+    metrics.observe_step(StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0))  # a refusal outside of any step
     found = scraped(server.exposition())
     name, bounds = "time_to_first_token_seconds", ("0.001", "0.0025", "0.005", "+Inf")
     assert [found[f"{name}_bucket", bound] for bound in bounds] == [1, 2, 3, 4]
