@@ -1,7 +1,7 @@
-"""Bounds and help of options: msgspec.Meta in a struct's types holds them, this words them.
+"""Bounds and help of options, which are attached to a struct's fields as msgspec.Meta.
 
-msgspec checks bounds when it decodes or converts data, not when a struct is made by its
-constructor; `check` does that.
+msgspec checks bounds when it decodes or converts data, but not in a struct's constructor; `check`
+does that. Errors about a bound are sentences here, without msgspec's own words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 ENGINE = "Engine"  # the panel of the help page for the options of an engine
 
 _BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(?:\w+\.)*(\w+)`)?")
-_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_SIGN_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 
 
 class About(msgspec.Struct, frozen=True):
@@ -49,10 +49,11 @@ def option(
 
 def about(field: msgspec.structs.FieldInfo) -> About:
     """Return the help that `option` attached to this field."""
-    help_of_field: About = next(
-        meta.extra["about"] for meta in field.type.__metadata__ if meta.extra
-    )
-    return help_of_field
+    for meta in field.type.__metadata__:
+        if meta.extra:
+            option_help: About = meta.extra["about"]
+            return option_help
+    raise LookupError(f"{field.name} has no help")
 
 
 def flags_of(kind: type[Any]) -> dict[str, str]:
@@ -63,47 +64,54 @@ def flags_of(kind: type[Any]) -> dict[str, str]:
     }
 
 
-def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
-    """Return msgspec's message; one about a bound becomes "slots must be at least 1, got 0"."""
+def explained(problem: str, values: Mapping[str, Any], name_of: Callable[[str], str] = str) -> str:
+    """Return msgspec's message; one about a bound becomes "slots must be at least 1, got 0".
+
+    `name_of`: returns how a field is named to the user, such as its flag.
+    """
     match = _BOUND.fullmatch(problem)
     if match is None or match[3] is None:
         return problem
     key = match[3]
-    return f"{named(key)} must be {bound(problem)}, got {values.get(key)!r}"
+    return f"{name_of(key)} must be {bound(problem)}, got {values.get(key)!r}"
 
 
 def bound(problem: str) -> str | None:
     """Return "at least 1" for "Expected `int` >= 1"; None for any other message."""
     match = _BOUND.fullmatch(problem)
-    return None if match is None else f"{_WORDS[match[1]]} {float(match[2]):g}"
+    return None if match is None else f"{_SIGN_WORDS[match[1]]} {float(match[2]):g}"
 
 
-def check(made: msgspec.Struct) -> None:
+def check(struct: msgspec.Struct) -> None:
     """Check the bounds of every field, also in nested structs.
 
     Raises Unsupported with key, bound and value.
     """
-    values = msgspec.to_builtins(made)
+    values = msgspec.to_builtins(struct)
     try:
-        msgspec.convert(values, type(made))
+        msgspec.convert(values, type(struct))
     except msgspec.ValidationError as problem:
-        path = re.search(r"`\$\.((?:\w+\.)*)(\w+)", str(problem))
-        for table in path[1].split(".")[:-1] if path else ():
-            values = values[table]
-        raise Unsupported(explained(str(problem), values), path and path[2]) from problem
+        match = re.search(r"`\$\.([\w.]+)", str(problem))  # the path of the field
+        if match is None:
+            raise Unsupported(str(problem)) from problem
+        *outer_keys, key = match[1].split(".")
+        for outer_key in outer_keys:
+            values = values[outer_key]
+        raise Unsupported(explained(str(problem), values), key) from problem
 
 
 def converted(
-    values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
+    values: Mapping[str, Any], kind: type[T], where: str, name_of: Callable[[str], str] = str
 ) -> T:
-    """Return the struct with these values. Raises ServingError that names key, bound and value."""
+    """Return the struct with these values. Raises ServingError that names key, bound and value,
+    after `where`. `name_of`: as for `explained`."""
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ServingError(f"{where}{named(key)} must be finite, got {value:g}")
+            raise ServingError(f"{where}{name_of(key)} must be finite, got {value:g}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as problem:
-        raise ServingError(where + explained(str(problem), values, named)) from problem
+        raise ServingError(where + explained(str(problem), values, name_of)) from problem
 
 
 def unbounded(kind: Any) -> Any:
@@ -122,10 +130,13 @@ def parse_bytes(text: str, option: str) -> int:
 
     Raises ServingError, which names the option, for anything else and for less than 1 MiB.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B|)|)\s*", text, re.IGNORECASE)
-    letter, suffix = (match[2] or " ", match[3] or "") if match else (" ", "")
-    base = 1000 if suffix.lower() == "b" else 1024
-    size = float(match[1]) * base ** " KMGT".index(letter.upper()) if match else 0.0
+    size = 0.0
+    pattern = r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<prefix>[KMGT])(?P<suffix>iB|B|)|)\s*"
+    if match := re.fullmatch(pattern, text, re.IGNORECASE):
+        prefix, suffix = match["prefix"] or "", match["suffix"] or ""
+        base = 1000 if suffix.upper() == "B" else 1024
+        exponent = ["", "K", "M", "G", "T"].index(prefix.upper())
+        size = float(match["number"]) * base**exponent
     if size < 1 << 20:
         raise ServingError(
             f"{option} {text!r} is not a size of at least 1 MiB. Write a size such as 24GiB or "

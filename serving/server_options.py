@@ -323,16 +323,19 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
                 f"--served-name can name only one model, but {len(models)} are served. "
                 "Name each of them in a --models-file instead."
             )
-        given = msgspec.structs.asdict(models[0])
-        models = [model_options({"name": options.served_name}, given, "--served-name")]
-    if len(models) > 1:  # with a GPU's default, the first model would take all of its memory
+        own_options = msgspec.structs.asdict(models[0])
+        models = [model_options({"name": options.served_name}, own_options, "--served-name")]
+    if len(models) > 1:
+        # On a GPU, the default is as many slots as fit, so that the first model would take all of
+        # its memory. Several models share it, so each gets the CPU's default.
         slots = DEFAULT_SETTINGS["cpu"].slots
         models = [msgspec.structs.replace(model, slots=model.slots or slots) for model in models]
     return tuple(models)
 
 
 def _entries(file: str, where: str) -> list[dict[str, Any]]:
-    """Return the [[model]] tables of a models file. Raises ServingError."""
+    """Return the [[model]] tables of a models file. Raises ServingError, which begins with
+    `where`."""
     try:
         text = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
         return msgspec.toml.decode(text, type=_ModelsFile).model
@@ -346,6 +349,7 @@ class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 
-def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
-    """Return one model's options: the shared ones, overridden by its own. Raises ServingError."""
-    return converted({**shared, **given}, ModelOptions, f"{where}: ")
+def model_options(own: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
+    """Return one model's options: the shared ones, overridden by its own. Raises ServingError,
+    which begins with `where`."""
+    return converted({**shared, **own}, ModelOptions, f"{where}: ")
