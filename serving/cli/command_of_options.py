@@ -21,14 +21,15 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
     It calls `run` with the struct; the exit status is what `run` returns.
     """
     fields = msgspec.structs.fields(kind)
-    pairs = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
+    dict_fields = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
     flags = flags_of(kind)
 
     def command(**values: Any) -> None:
-        for name in pairs:
+        for name in dict_fields:
             values[name] = parse_options(values[name] or (), flags[name])
         set_values = {name: value for name, value in values.items() if value is not None}
-        raise typer.Exit(run(converted(set_values, kind, "", flags.__getitem__)) or 0)
+        options = converted(set_values, kind, "", flags.__getitem__)
+        raise typer.Exit(run(options) or 0)
 
     parameters = [_parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -37,12 +38,13 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
 
 def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
+    """Return the parameter from which typer makes the option, or argument, of this field."""
     option_help = about(field)
-    kind = unbounded(field.type)
+    value_type = unbounded(field.type)
     is_required = field.default is msgspec.NODEFAULT
     default: Any = inspect.Parameter.empty if is_required else field.default
-    if get_origin(kind) in (dict, tuple):
-        kind, default = list[str] | None, None
+    if get_origin(value_type) in (dict, tuple):  # given several times, each time as text
+        value_type, default = list[str] | None, None
     help_arguments: dict[str, Any] = {
         "help": _literal(option_help.text),
         "metavar": option_help.metavar or None,
@@ -52,21 +54,21 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
     else:
         flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
         info = typer.Option(flags, rich_help_panel=option_help.panel or None, **help_arguments)
-    annotation = Annotated[kind, info]  # type: ignore[valid-type]
+    annotation = Annotated[value_type, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
 def _literal(text: str) -> str:
-    """Escape what rich would take as a tag, such as [slo]."""
+    """Return the text with what rich would take as markup, such as [slo], escaped."""
     return re.sub(r"\[(?=[a-z#/@])", r"\\[", text)
 
 
 def parse_options(pairs: list[str] | tuple[str, ...], flag: str) -> dict[str, Any]:
-    """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
+    """Return {"step_seconds": 0.01, "mlock": True} for ("step_seconds=0.01", "mlock=true").
 
-    A value is JSON where it can be, else text. Raises ServingError.
+    A value that is not JSON is taken as text. Raises ServingError that names the flag.
     """
     options: dict[str, Any] = {}
     for pair in pairs:

@@ -33,15 +33,14 @@ LOW_MEMORY_BYTES = 2 << 30
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Everything that `crossover doctor` reports. Sizes in bytes. `advice`: backend -> how to
-    install what it lacks. `warnings`: name -> what is wrong and what to do."""
+    """Everything that `crossover doctor` reports."""
 
     facts: HardwareFacts
     backends: tuple[BackendProbe, ...]
-    advice: dict[str, str]
+    advice: dict[str, str]  # how to install what a backend lacks, by backend
     cache: str  # the folder, or why there is none
-    cache_free_bytes: int | None
-    warnings: dict[str, str]
+    cache_free_bytes: int | None  # None: there is no cache
+    warnings: dict[str, str]  # what is wrong and what to do, by the warning's name
     core_speeds: CoreSpeeds | None = None  # None: not measured
 
 
@@ -52,43 +51,52 @@ def doctor() -> None:
 
 def examine() -> Diagnosis:
     """Return the diagnosis. Backends are imported in subprocesses, so a broken one does no harm."""
-    facts, missing = hardware_facts(), missing_backends()
+    facts = hardware_facts()
+    missing = missing_backends()
 
-    def ask(name: str) -> BackendProbe:
+    def probe(name: str) -> BackendProbe:
         if name in missing:
             return BackendProbe(name, False, problem=missing[name])
         return probe_backend(name)
 
+    names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
-        names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
-        backends = tuple(pool.map(ask, names))
+        backends = tuple(pool.map(probe, names))
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    advice_texts = {probe.backend: advice(probe, has_compiler, has_gpu) for probe in backends}
+    advice_by_backend: dict[str, str] = {}
+    for result in backends:
+        if text := advice(result, has_compiler, has_gpu):
+            advice_by_backend[result.backend] = text
     cache, free_bytes = _cache()
-    has_working_backend = any(probe.works for probe in backends)
-    speeds = _core_speeds(facts)
-    warnings = dict(warnings_of(facts, has_working_backend, free_bytes))
+    has_working_backend = any(result.works for result in backends)
+    core_speeds = _core_speeds(facts)
     physical_cores = len(set(physical_of(facts.allowed_cores).values()))
-    warnings |= dict(warnings_of_cores(physical_cores, speeds)) | dict(
-        warnings_of_builds(facts, backends)
+    warnings = dict(
+        [
+            *warnings_of(facts, has_working_backend, free_bytes),
+            *warnings_of_cores(physical_cores, core_speeds),
+            *warnings_of_builds(facts, backends),
+        ]
     )
-    texts = {name: text for name, text in advice_texts.items() if text}
-    return Diagnosis(facts, backends, texts, cache, free_bytes, warnings, speeds)
+    return Diagnosis(facts, backends, advice_by_backend, cache, free_bytes, warnings, core_speeds)
 
 
 def _core_speeds(facts: HardwareFacts) -> CoreSpeeds | None:
-    """Those of the CPUs that the quota allows at the same time; None where they cannot be had."""
+    """Measure as many of the allowed CPUs as the quota lets run at the same time. None: they cannot
+    be measured."""
     cpus = facts.allowed_cores
-    usable = cpus[: whole_cores(len(cpus), facts.cgroup_cores)]
+    usable_cpus = cpus[: whole_cores(len(cpus), facts.cgroup_cores)]
+    max_buffer_bytes = facts.usable_memory_bytes // 4
     try:
-        return measure_core_speeds(usable, facts.usable_memory_bytes // 4)
+        return measure_core_speeds(usable_cpus, max_buffer_bytes)
     except (MemoryError, OSError):
         return None
 
 
 def _cache() -> tuple[str, int | None]:
-    """Return the cache's folder and the free bytes there, or why there is no cache, and None."""
+    """Return the cache's folder and the free bytes of its disk. Without a cache, return the reason
+    and None."""
     try:
         folder = cache_dir()
     except ModelError as problem:
@@ -101,24 +109,27 @@ def _cache() -> tuple[str, int | None]:
 def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
     """Return what to do about a backend that does not work or does not use the GPU; None: nothing.
 
-    `has_gpu`: the kernel shows a GPU, with or without a known driver."""
+    `has_gpu`: the kernel shows a GPU, with or without a known driver.
+    """
     spec = spec_of(probe.backend)
     if not probe.works:
         if spec.is_compiled and not has_compiler:
             return f"it is compiled: apt-get install g++ cmake, then {spec.install}"
         is_missing = "not installed" in (probe.problem or "")
         return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
-    if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing) or not has_gpu:
+    lacks_gpu_build = not probe.gpu and probe.gpu_cause in (None, Cause.backend_missing)
+    if not (has_gpu and lacks_gpu_build and spec.gpu_build):
         return None
-    again = f"; then {spec.reinstall}" if spec.is_compiled else ""
-    return f"for the GPU: {spec.gpu_build}{again}" if spec.gpu_build else None
+    compile_again = f"; then {spec.reinstall}" if spec.is_compiled else ""
+    return f"for the GPU: {spec.gpu_build}{compile_again}"
 
 
 def warnings_of(
-    facts: HardwareFacts, works: bool, cache_free_bytes: int | None
+    facts: HardwareFacts, has_working_backend: bool, cache_free_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of each warning; a pure function. `works`: a backend works."""
-    size, free = formatting.size, facts.usable_memory_bytes
+    """Yield the name and text of each warning about the machine; a pure function."""
+    size = formatting.size
+    free_bytes = facts.usable_memory_bytes
     quota, cores = facts.cgroup_cores, len(facts.allowed_cores)
     if quota is not None and quota < cores:
         text = f"the control group limits this process to {quota:g} of {cores} cores"
@@ -130,33 +141,38 @@ def warnings_of(
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU does not report AVX2, so the engines use much slower kernels."
         yield "no_avx2", f"{text} In a virtual machine, pass the host's CPU through."
-    if free < LOW_MEMORY_BYTES:
-        text = f"only {size(free)} of memory are free on this machine or in this control group."
+    if free_bytes < LOW_MEMORY_BYTES:
+        text = (
+            f"only {size(free_bytes)} of memory are free on this machine or in this control group."
+        )
         yield "little_memory", f"{text} Stop other programs, or raise the container's limit."
     if cache_free_bytes is not None and cache_free_bytes < LOW_DISK_BYTES:
         text = f"only {size(cache_free_bytes)} are free on the disk of the weights cache."
         yield "little_disk", f"{text} Free some space, or set CROSSOVER_CACHE to another disk."
-    if not works:
+    if not has_working_backend:
         yield "no_backend", "no backend works, so nothing can be served. Follow the advice above."
 
 
 def warnings_of_cores(physical_cores: int, speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:
-    """Yield the warning that CPUs are hyperthreads which the kernel shows as cores; a pure
+    """Yield the warning that the CPUs are hyperthreads which the kernel shows as cores; a pure
     function.
 
-    `physical_cores`: those that the kernel shows of the CPUs that this process may use.
+    `physical_cores`: the kernel's count of the cores to which the allowed CPUs belong.
     """
-    if speeds is not None and speeds.equivalent_cores < min(physical_cores, speeds.cpus):
-        fitting = speeds.equivalent_cores
+    if speeds is None:
+        return
+    cores = speeds.equivalent_cores
+    if cores < min(physical_cores, speeds.cpus):
         yield (
             "hyperthreads",
-            f"{speeds.cpus} CPUs behave like {fitting} cores: they are probably hyperthreads that "
-            f"this virtual machine shows as cores; --threads {fitting} may be as quick, and "
+            f"{speeds.cpus} CPUs behave like {cores} cores: they are probably hyperthreads that "
+            f"this virtual machine shows as cores; --threads {cores} may be as quick, and "
             "--backend best measures both",
         )
 
 
-# CPU flags as Linux and as llama.cpp call them, of instructions that make its products quicker.
+# Instructions that speed up llama.cpp's matrix products: Linux's name of the CPU flag -> the name
+# in llama.cpp's system_info.
 LLAMA_CPP_INSTRUCTIONS = {
     "avx2": "AVX2",
     "avx_vnni": "AVX_VNNI",
@@ -171,13 +187,16 @@ LLAMA_CPP_INSTRUCTIONS = {
 
 
 def unused_instructions(isa: Iterable[str], system_info: str) -> list[str]:
-    """Return the instructions of the CPU, as llama.cpp calls them, that its build does not use."""
+    """Return the instructions of the CPU, as llama.cpp calls them, that its build does not use.
+
+    `system_info`: llama.cpp's own text about its build, such as "AVX2 = 1 | FMA = 1".
+    """
     used = set(re.findall(r"(\w+) = 1", system_info))
     supported = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
     return [name for name in supported if name not in used]
 
 
-def amx_in_words(isa: Iterable[str], system_info: str) -> str:
+def amx_text(isa: Iterable[str], system_info: str) -> str:
     """Return whether llama.cpp multiplies with AMX here, and why not."""
     if "AMX_INT8 = 1" in system_info:
         return "active"
@@ -189,8 +208,9 @@ def warnings_of_builds(
 ) -> Iterator[tuple[str, str]]:
     """Yield the warning that a build leaves instructions of this CPU unused; a pure function."""
     for probe in backends:
-        info = probe.details.get("system_info")
-        if info and (unused := unused_instructions(facts.isa, info)):
+        system_info = probe.details.get("system_info", "")
+        unused = unused_instructions(facts.isa, system_info) if system_info else []
+        if unused:
             yield (
                 "slow_build",
                 f"this CPU has {', '.join(unused)}, which this build of {probe.backend} does not "
@@ -200,36 +220,40 @@ def warnings_of_builds(
 
 def page(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the diagnosis for people, line by line."""
-    facts, size = diagnosis.facts, formatting.size
+    facts = diagnosis.facts
     yield "This machine"
     for name, value in (*machine_rows(facts), *speed_rows(diagnosis.core_speeds)):
         yield f"  {name:16}{value}"
-    free = diagnosis.cache_free_bytes
-    yield f"  {'cache':16}{diagnosis.cache}" + ("" if free is None else f" ({size(free)} free)")
+    free_bytes = diagnosis.cache_free_bytes
+    free_text = "" if free_bytes is None else f" ({formatting.size(free_bytes)} free)"
+    yield f"  {'cache':16}{diagnosis.cache}{free_text}"
     yield "\nBackends"
     for probe in diagnosis.backends:
-        works, version = ("no", "yes"), f", {probe.version}" if probe.version else ""
-        yield f"  {probe.backend:16}CPU {works[probe.works]}, GPU {works[probe.gpu]}{version}"
-        details = "; ".join(f"{key} {value}" for key, value in probe.details.items())
-        if info := probe.details.get("system_info"):
-            details += f"; AMX: {amx_in_words(facts.isa, info)}"
-        yield from (f"{'':18}{line}" for line in (probe.problem, probe.gpu_note, details) if line)
-        if text := diagnosis.advice.get(probe.backend):
-            yield f"{'':18}-> {text}"
+        cpu, gpu = ("yes" if works else "no" for works in (probe.works, probe.gpu))
+        version = f", {probe.version}" if probe.version else ""
+        yield f"  {probe.backend:16}CPU {cpu}, GPU {gpu}{version}"
+        details = [f"{key} {value}" for key, value in probe.details.items()]
+        if system_info := probe.details.get("system_info"):
+            details.append(f"AMX: {amx_text(facts.isa, system_info)}")
+        for line in (probe.problem, probe.gpu_note, "; ".join(details)):
+            if line:
+                yield f"{'':18}{line}"
+        if advice_text := diagnosis.advice.get(probe.backend):
+            yield f"{'':18}-> {advice_text}"
     yield "\nWarnings" if diagnosis.warnings else "\nNo warnings."
     for name, text in diagnosis.warnings.items():
         yield f"  {name:16}{text}"
 
 
 def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line about the machine; a pure function."""
+    """Yield the name and value of each line about the machine; a pure function."""
     size = formatting.size
     allowed, quota = facts.allowed_cores, facts.cgroup_cores
-    limit = "" if quota is None else f", CPU quota {quota:g} cores"
+    quota_text = "" if quota is None else f", CPU quota {quota:g} cores"
     cores = f"{facts.physical_cores or '?'} physical, {facts.logical_cores} logical"
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "ISA extensions", " ".join(facts.isa) or "none relevant"
-    yield "cores", f"{cores}; this process may use {cores_text(allowed)}{limit}"
+    yield "cores", f"{cores}; this process may use {cores_text(allowed)}{quota_text}"
     yield "serve would use", split_cores(allowed, quota=quota).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
@@ -243,13 +267,13 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
 
 
 def speed_rows(speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:
-    """Name and value of the lines about measured speeds; a pure function."""
+    """Yield the name and value of each line about measured speeds; a pure function."""
     if speeds is None:
         return
-    reads = speeds.read_gigabytes_per_second
-    rates = ", ".join(f"{count}: {rate:.0f}" for count, rate in reads.items())
-    yield "memory reads", f"{rates} GB/s by threads"
+    rates = speeds.read_gigabytes_per_second
+    rates_text = ", ".join(f"{threads}: {rate:.0f}" for threads, rate in rates.items())
+    yield "memory reads", f"{rates_text} GB/s by threads"
     if speeds.cpus > 1:
         cores = "1 core" if speeds.equivalent_cores == 1 else f"{speeds.equivalent_cores} cores"
-        times = f"{speeds.compute[speeds.cpus]:.1f} times what one does"
-        yield "together", f"{speeds.cpus} CPUs behave like {cores} (they compute {times})"
+        speedup = f"{speeds.compute[speeds.cpus]:.1f} times what one does"
+        yield "together", f"{speeds.cpus} CPUs behave like {cores} (they compute {speedup})"

@@ -22,6 +22,7 @@ from pathlib import Path
 import uvloop
 
 from crossover.models.weights_manifest import write_atomically
+from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import EngineState, ServingError
 from crossover.serving.http.http_server import is_loopback, listen, serving, url_of
 from crossover.serving.http.routes import App
@@ -32,18 +33,20 @@ from crossover.serving.placement.placement_policy import explain
 from crossover.serving.registry.model_loader import RegistryLimits
 from crossover.serving.registry.prepare_model import Machine, Prepared, prepare
 from crossover.serving.registry.registry import Registry
+from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ServeOptions, models_of
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 
-LOOK_SECONDS = 0.05  # between two checks of a load's progress
+PROGRESS_CHECK_SECONDS = 0.05  # between two checks of the loads' progress
+MAX_LISTED_TOKENS = 8  # in the log line about tokens that are out of range
 
 
 def launch(options: ServeOptions) -> int:
     """Serve until a signal arrives. Return the exit status: 0 after a drain, 1 if nothing could be
     served or requests were aborted."""
     out = sys.stderr or open(os.devnull, "w")
-    narrator = ConsoleLog(out)
+    log = ConsoleLog(out)
     logging.basicConfig(stream=out, format="%(message)s", level=logging.WARNING, force=True)
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
@@ -53,33 +56,31 @@ def launch(options: ServeOptions) -> int:
     with listen(options.host, options.port) as listener:
         is_local = is_loopback(listener)
         if not is_local and api_key is None:
-            narrator.say(
+            log.say(
                 f"WARNING: With --host {options.host} the server is reachable from the network "
                 "without an API key. Set --api-key-env."
             )
-        registry = make_registry(options, narrator)
-        has_open_door = is_local and api_key is None
-        app = App(registry, api_key, admin_key, options.host if has_open_door else None)
+        registry = make_registry(options, log)
+        # A local server without a key checks the Host header (see App).
+        checked_host = options.host if is_local and api_key is None else None
+        app = App(registry, api_key, admin_key, checked_host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(options, registry, app, listener, narrator))
+            return runner.run(_run(options, registry, app, listener, log))
 
 
-def make_registry(options: ServeOptions, narrator: ConsoleLog) -> Registry:
-    """Return the registry of all models with their files, none of them loaded yet, and log where
-    each will run and why.
-
-    The process is pinned to its own cores.
-    """
+def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
+    """Return the registry with all models, none of them loaded yet, and log where each will run and
+    why. Makes or fetches missing weights, and pins this process to the cores for HTTP."""
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
-    requested = models_of(options)
-    machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
+    model_options = models_of(options)
+    machine = Machine(options.cache, options.api_cores, log.say, log.progress)
     facts = machine.facts()
-    prepared = [prepare(model, machine, facts) for model in requested]
+    prepared = [prepare(model, machine, facts) for model in model_options]
     for model in prepared:
-        narrator.say(*explain(model.placement), model.split.note)
-    narrator.name_models = len(prepared) > 1
+        log.say(*explain(model.placement), model.split.note)
+    log.name_models = len(prepared) > 1
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
 
     def supervisor_of(model: Prepared) -> Supervisor:
@@ -91,8 +92,8 @@ def make_registry(options: ServeOptions, narrator: ConsoleLog) -> Registry:
                 ttft_seconds=options.ttft_slo_seconds,
             ),
             standby=model.model.standby == "warm",
-            on_event=narrator.event,
-            on_output=narrator.say,
+            on_event=log.event,
+            on_output=log.say,
         )
 
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
@@ -107,103 +108,124 @@ async def _run(
     registry: Registry,
     app: App,
     listener: socket.socket,
-    narrator: ConsoleLog,
+    log: ConsoleLog,
 ) -> int:
     """Serve until a signal arrives or no model can ever be served. Return the exit status."""
     stop_requested = asyncio.Event()
     aborting: list[asyncio.Future[int]] = []  # references, or they would be garbage-collected
 
-    def signalled() -> None:
+    def on_signal() -> None:
         if not stop_requested.is_set():
             stop_requested.set()
-            running = _requests(registry.in_flight)
-            narrator.say(f"draining {running}; a second signal aborts")
+            running = _requests_text(registry.in_flight)
+            log.say(f"draining {running}; a second signal aborts")
         else:
             aborting.append(asyncio.ensure_future(registry.stop(False, 0.0)))
-            narrator.say("aborting")
+            log.say("aborting")
 
-    url, count = url_of(listener), len(registry.models)
+    url = url_of(listener)
     await registry.start()
-    narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
-    announce_task = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
+    count = len(registry.models)
+    log.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
+    announce_task = asyncio.create_task(_announce(registry, url, options.ready_file, log))
     stop_task = asyncio.create_task(stop_requested.wait())
-    async with serving(app, listener, signalled) as ended:
-        await asyncio.wait((announce_task, stop_task, ended), return_when=asyncio.FIRST_COMPLETED)
-        failed = not stop_requested.is_set()
-        if failed:
-            why = (
-                announce_task.result()
-                if announce_task.done()
-                else "the HTTP server ended by itself"
-            )
-            narrator.say(f"giving up: {why}")
-        cut_off = await registry.stop(not failed, options.drain_seconds)
+    async with serving(app, listener, on_signal) as server_task:
+        await asyncio.wait(
+            (announce_task, stop_task, server_task), return_when=asyncio.FIRST_COMPLETED
+        )
+        has_failed = not stop_requested.is_set()
+        if has_failed:
+            why = "the HTTP server ended by itself"
+            if announce_task.done():
+                why = announce_task.result()
+            log.say(f"giving up: {why}")
+        aborted_count = await registry.stop(not has_failed, options.drain_seconds)
         for task in (announce_task, stop_task):
             task.cancel()
     if options.ready_file:
         with contextlib.suppress(OSError):
             Path(options.ready_file).unlink(missing_ok=True)
-    narrator.say(f"stopped, {_requests(cut_off)} aborted" if cut_off else "stopped")
-    return int(failed or cut_off > 0)
+    if aborted_count:
+        log.say(f"stopped, {_requests_text(aborted_count)} aborted")
+    else:
+        log.say("stopped")
+    return int(has_failed or aborted_count > 0)
 
 
-async def _announce(
-    registry: Registry, url: str, ready_file: str | None, narrator: ConsoleLog
-) -> str:
-    """Log the progress of loads; print a line and write the ready file when an engine is ready.
-
-    Returns the reason if no model can ever be served.
-    """
-    announced_pids: dict[str, int] = {}  # model -> pid of the engine that was announced
+async def _announce(registry: Registry, url: str, ready_file: str | None, log: ConsoleLog) -> str:
+    """Log the progress of loads, and announce each engine that becomes ready. Runs until it is
+    cancelled, or returns the reason if no model can ever be served."""
+    announced_pids: dict[str, int] = {}  # of the engine that was announced last, by model
     while True:
         models = list(registry.models.values())
         for model in models:
-            supervisor, name = model.supervisor, f"{model.served_name}: " * narrator.name_models
+            supervisor = model.supervisor
+            prefix = f"{model.served_name}: " if log.name_models else ""
             is_loading = supervisor.state in (EngineState.loading, EngineState.restarting)
             if is_loading and supervisor.loading is not None:
-                narrator.progress(name + supervisor.loading.what, supervisor.loading.fraction)
+                log.progress(prefix + supervisor.loading.what, supervisor.loading.fraction)
             pid = supervisor.engine_pid
-            if (
-                supervisor.ready is None
-                or pid is None
-                or pid == announced_pids.get(model.served_name)
-            ):
+            if supervisor.ready is None or pid is None:
                 continue
-            announced_pids[model.served_name] = pid
-            label, seconds = supervisor.label, supervisor.ready.load_seconds
-            with contextlib.suppress(OSError):  # standard output may be closed
-                print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s)", flush=True)
-            if out_of_range := model.tokens_out_of_range():
-                narrator.say(name + words_of_tokens_out_of_range(out_of_range))
-            ready_record = {"url": url, "pid": os.getpid(), "model": model.served_name}
-            ready_record |= {"engine_pid": pid, "backend": label}
-            try:
-                if ready_file:
-                    write_atomically(Path(ready_file), json.dumps(ready_record).encode())
-            except OSError as problem:  # a full disk must not stop the server
-                narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
+            if announced_pids.get(model.served_name) != pid:
+                announced_pids[model.served_name] = pid
+                _announce_engine(model, supervisor.ready, pid, url, ready_file, log)
         if not announced_pids and all(model.has_given_up for model in models):
             return "; ".join(f"{model.served_name}: {model.supervisor.reason}" for model in models)
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(PROGRESS_CHECK_SECONDS)
 
 
-def words_of_tokens_out_of_range(tokens: Mapping[int, str]) -> str:
-    """Return the log line about tokens that the model has no rows for."""
-    texts = [f"{text or 'a token'} ({number})" for number, text in tokens.items()]
-    rest_text = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
+def _announce_engine(
+    model: ServedModel,
+    ready: Ready,
+    pid: int,
+    url: str,
+    ready_file: str | None,
+    log: ConsoleLog,
+) -> None:
+    """Print a line about an engine that is ready, log its tokens that are out of range, and write
+    the ready file. `pid`: of the engine."""
+    prefix = f"{model.served_name}: " if log.name_models else ""
+    label = model.supervisor.label
+    with contextlib.suppress(OSError):  # standard output may be closed
+        loaded_text = f"loaded in {ready.load_seconds:.1f} s"
+        print(f"ready: {url} ({prefix}{label}, {loaded_text})", flush=True)
+    if out_of_range := model.tokens_out_of_range():
+        log.say(prefix + tokens_out_of_range_text(out_of_range))
+    if not ready_file:
+        return
+    ready_record = {
+        "url": url,
+        "pid": os.getpid(),
+        "model": model.served_name,
+        "engine_pid": pid,
+        "backend": label,
+    }
+    try:
+        write_atomically(Path(ready_file), json.dumps(ready_record).encode())
+    except OSError as problem:  # a full disk must not stop the server
+        log.say(f"--ready-file {ready_file} cannot be written: {problem}")
+
+
+def tokens_out_of_range_text(tokens: Mapping[int, str]) -> str:
+    """Return the log line about tokens, id -> text, that the model has no rows for."""
+    descriptions = [f"{text or 'a token'} ({token})" for token, text in tokens.items()]
+    listed = ", ".join(descriptions[:MAX_LISTED_TOKENS])
+    more_count = len(descriptions) - MAX_LISTED_TOKENS
+    more = f" and {more_count} more" if more_count > 0 else ""
     return (
-        f"The model's files name tokens beyond the rows of its weights: {', '.join(texts[:8])}"
-        f"{rest_text}. Requests whose text contains one of them are refused."
+        f"The model's files name tokens beyond the rows of its weights: {listed}{more}. Requests "
+        "whose text contains one of them are refused."
     )
 
 
-def _requests(number: int) -> str:
-    return "1 request" if number == 1 else f"{number} requests"
+def _requests_text(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 def key_of(variable: str | None, option: str) -> str | None:
-    """Return the key in an environment variable and remove the variable, so that no engine inherits
-    it. Raises ServingError."""
+    """Return the key in an environment variable, and remove the variable so that no engine inherits
+    it. `option`: the option that names the variable. Raises ServingError if there is no key."""
     if variable is None:
         return None
     key = os.environ.pop(variable, "").strip()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -71,18 +71,26 @@ def list_models(cache: Cache = None) -> None:
     Total parameters decide the memory. Active parameters, which one token multiplies with, decide
     the speed.
     """
-    root, size = cache_dir(cache), formatting.size
-    typer.echo(f"Published shapes, by total parameters (cache: {root})")
-    layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
+    cache_folder, size = cache_dir(cache), formatting.size
+    typer.echo(f"Published shapes, by total parameters (cache: {cache_folder})")
+    row_layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     headings = ("model", "parameters", "active", *LISTED_FORMATS)
-    typer.echo(layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
+    typer.echo(row_layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
     for shape in sorted((*LADDER, *SIZED), key=lambda shape: shape.spec.parameters):
-        spec, cached_files = shape.spec, root.glob(f"synthetic/{shape.spec.name}/[!.]*")
-        counts = (f"{spec.parameters:,}", formatting.parameters(spec.active_parameters))
-        weights = [size(weight_bytes(spec, weight_format)) for weight_format in LISTED_FORMATS]
-        tokens = (size(1000 * spec.kv_bytes_per_token()), f"{spec.context:,}")
-        cached = ",".join(sorted(shape.name for shape in cached_files if shape.suffix != ".json"))
-        typer.echo(layout.format(spec.name, *counts, *weights, *tokens, shape.repository, cached))
+        spec = shape.spec
+        cached_files = cache_folder.glob(f"synthetic/{spec.name}/[!.]*")
+        cached_names = sorted(file.name for file in cached_files if file.suffix != ".json")
+        line = row_layout.format(
+            spec.name,
+            f"{spec.parameters:,}",
+            formatting.parameters(spec.active_parameters),
+            *(size(weight_bytes(spec, weight_format)) for weight_format in LISTED_FORMATS),
+            size(1000 * spec.kv_bytes_per_token()),
+            f"{spec.context:,}",
+            shape.repository,
+            ",".join(cached_names),
+        )
+        typer.echo(line)
 
 
 @app.command("make")
@@ -110,8 +118,9 @@ def make(
         resolved = resolve(
             name, kind=kind, weight_format=weight_format, cache=cache, progress=progress
         )
-        parts = (f"{resolved.spec.parameters:,} parameters", resolved.weight_format or "no weights")
-        typer.echo(f"{resolved.name}: {', '.join((*parts, resolved.path or '-'))}")
+        parameters = f"{resolved.spec.parameters:,} parameters"
+        made_format = resolved.weight_format or "no weights"
+        typer.echo(f"{resolved.name}: {parameters}, {made_format}, {resolved.path or '-'}")
 
 
 @app.command("plan")
@@ -142,60 +151,71 @@ def plan_models(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
     )
-    # The backends installed here say nothing about another machine.
+    # Which backends are installed here does not matter for another machine.
     obstacles = Obstacles() if memory or vram else Obstacles(missing_backends())
+    settings = RequestedSettings(slots=slots, context_tokens=context)
     for name in names:
-        model = identify(name, fetch=True)
-        if model.spec is None:
-            raise ModelError(f"The memory of {model.name} is unknown: {model.missing}")
-        active = formatting.parameters(model.spec.active_parameters)
-        typer.echo(f"{model.name}: {model.spec.parameters:,} parameters, {active} active")
-        if model.spec.experts_text:
-            typer.echo(f"  {model.spec.experts_text}")
-        request = PlacementRequest(
-            model=model.spec,
-            settings=RequestedSettings(slots=slots, context_tokens=context),
-            weight_bytes=model.weight_bytes,
+        for line in _plan_lines(name, requested_formats, settings, facts, obstacles):
+            typer.echo(line)
+
+
+def _plan_lines(
+    name: str,
+    formats: Sequence[str],
+    settings: RequestedSettings,
+    facts: HardwareFacts,
+    obstacles: Obstacles,
+) -> Iterator[str]:
+    """Yield the lines about one model: its parameters, its memory in each format on each device,
+    and what `crossover serve` would do. Raises ModelError."""
+    model = identify(name, fetch=True)
+    if model.spec is None:
+        raise ModelError(f"The memory of {model.name} is unknown: {model.missing}")
+    active = formatting.parameters(model.spec.active_parameters)
+    yield f"{model.name}: {model.spec.parameters:,} parameters, {active} active"
+    if model.spec.experts_text:
+        yield f"  {model.spec.experts_text}"
+    request = PlacementRequest(model=model.spec, settings=settings, weight_bytes=model.weight_bytes)
+    if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
+        file = resolve(name, kind="gguf").path
+        memory_by_context = reported_memory(file, model.spec, settings)
+        request = msgspec.structs.replace(request, memory_by_context=memory_by_context)
+    engines = _engines(model, formats)
+    for engine in engines:
+        engine_request = msgspec.structs.replace(
+            request,
+            backend=engine.backend or None,
+            weight_format=engine.weight_format,
+            check_memory=False,
         )
-        if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
-            file = resolve(name, kind="gguf").path
-            memory_by_context = reported_memory(file, model.spec, request.settings)
-            request = msgspec.structs.replace(request, memory_by_context=memory_by_context)
-        engines = _engines(model, requested_formats)
-        if len(requested_formats) == 1:
-            request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
-        if model.kind != "ladder":
-            backend = usual_backend(model, bool(facts.gpus))
-            usual = next((engine for engine in engines if engine.backend == backend), engines[0])
-            usual_engine = {"backend": usual.backend, "weight_format": usual.weight_format or None}
-            request = msgspec.structs.replace(request, **usual_engine)
-        for engine in engines:
-            engine_format = {
-                "backend": engine.backend or None,
-                "weight_format": engine.weight_format,
-            }
-            unchecked = msgspec.structs.replace(request, check_memory=False, **engine_format)
-            with contextlib.suppress(NoPlacement):  # the decision says why
-                for attempt in plan(unchecked, facts, obstacles).attempts:
-                    typer.echo(f"  {_memory_line(attempt)}")
-        try:
-            decision = plan(request, facts, obstacles)
-        except NoPlacement as problem:
-            typer.echo(f"  crossover serve would refuse: {problem}")
-            continue
-        first, *reason_lines = explain(decision)
-        # Without --context, as many tokens as memory allows.
-        typer.echo(
-            f"  crossover serve --context {decision.settings.context_tokens} would run {first}"
+        with contextlib.suppress(NoPlacement):  # the last lines say why
+            for attempt in plan(engine_request, facts, obstacles).attempts:
+                yield f"  {_memory_line(attempt)}"
+    if len(formats) == 1:
+        request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
+    if model.kind != "ladder":
+        backend = usual_backend(model, bool(facts.gpus))
+        usual = next((engine for engine in engines if engine.backend == backend), engines[0])
+        request = msgspec.structs.replace(
+            request, backend=usual.backend, weight_format=usual.weight_format or None
         )
-        for line in reason_lines:
-            if " + KV " not in line:
-                typer.echo(f"  {line}")
+    try:
+        decision = plan(request, facts, obstacles)
+    except NoPlacement as problem:
+        yield f"  crossover serve would refuse: {problem}"
+        return
+    chosen_line, *other_lines = explain(decision)
+    # `serve` without --context would choose another context than this command's default.
+    context_option = f"--context {decision.settings.context_tokens}"
+    yield f"  crossover serve {context_option} would run {chosen_line}"
+    for line in other_lines:
+        if " + KV " not in line:  # lines about memory are above
+            yield f"  {line}"
 
 
 def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
-    """Return the engines to plan: for a ladder model the usual formats on any backend, for another
-    model every engine that can run it."""
+    """Return the engines to plan: for a ladder model PLANNED_FORMATS on any backend, for another
+    model every engine that can run it. `formats`: those requested, (): all. Raises ModelError."""
     if model.kind == "ladder":
         return [Engine("", weight_format) for weight_format in formats or PLANNED_FORMATS]
     names = [engine.backend for engine in usual_engines(model)]
@@ -207,23 +227,30 @@ def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
 
 def _memory_line(attempt: Attempt) -> str:
     """Return a line about the memory of a model in a format on a device."""
-    size, verdict = formatting.size, "fits" if attempt.fits else "does not fit"
-    free = attempt.free_bytes
-    room = "the free memory is unknown" if free is None else f"{size(free)} may be used"
+    size = formatting.size
+    verdict = "fits" if attempt.fits else "does not fit"
+    free_text = "the free memory is unknown"
+    if attempt.free_bytes is not None:
+        free_text = f"{size(attempt.free_bytes)} may be used"
     return (
         f"{attempt.device.upper()} {attempt.backend:9} {attempt.weight_format:7} "
-        f"{attempt.memory_text} = {size(attempt.need_bytes)}: {verdict}, {room}"
+        f"{attempt.memory_text} = {size(attempt.need_bytes)}: {verdict}, {free_text}"
     )
 
 
 def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
-    """Return this machine with other memory; every GPU backend can use a hypothetical GPU."""
+    """Return this machine with other memory. None: its own. `vram_bytes` gives it one GPU, which
+    every GPU backend can use."""
     facts = hardware_facts()
     if ram_bytes is not None:
-        ram = dict.fromkeys(("memory_total_bytes", "memory_available_bytes"), ram_bytes)
-        facts = msgspec.structs.replace(facts, **ram, cgroup_memory_bytes=None)
+        facts = msgspec.structs.replace(
+            facts,
+            memory_total_bytes=ram_bytes,
+            memory_available_bytes=ram_bytes,
+            cgroup_memory_bytes=None,
+        )
     if vram_bytes is not None:
         name = f"a GPU with {formatting.size(vram_bytes)}"
-        gpu = GpuFacts(name, "nvidia", vram_bytes, vram_bytes)
+        gpu = GpuFacts(name, "nvidia", total_bytes=vram_bytes, free_bytes=vram_bytes)
         facts = msgspec.structs.replace(facts, gpus=(gpu,), gpu_cause=None, gpu_note=None)
     return facts

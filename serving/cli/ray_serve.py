@@ -2,10 +2,10 @@
 
     status = launch_on_ray(ServeOptions(models=("1b",), on="ray", replicas=2, threads=4))
 
-Ray Serve's proxy listens on --host and --port and spreads requests over the replicas; each replica
-is this server's app with an engine of its own, and Ray starts it again where it dies. Without
-RAY_ADDRESS a cluster of this machine is started: on 127.0.0.1, without dashboard, and with a token,
-since whoever reaches an open Ray runs code.
+Ray Serve's proxy listens on --host and --port and spreads requests over the replicas. Each replica
+is this server's app with an engine of its own, and Ray restarts it if it dies. Without RAY_ADDRESS,
+a cluster is started on this machine: on 127.0.0.1, without dashboard, and with a token, because
+everyone who reaches a Ray cluster without one can run code on it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from crossover.serving.option_help import flags_of
 from crossover.serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"
-# Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
+# Options that need all engines in one process on one machine.
 REFUSED = (
-    *("models_file", "memory_limit", "idle_unload_seconds"),
-    *("admin_key_env", "cores", "api_cores"),
+    "models_file",
+    "memory_limit",
+    "idle_unload_seconds",
+    "admin_key_env",
+    "cores",
+    "api_cores",
 )
 
 
 def launch_on_ray(options: ServeOptions) -> int:
-    """Serve until a signal comes; the exit status."""
+    """Serve until a signal arrives. Return the exit status."""
     check_options(options)
     (source,) = options.models
-    if os.path.exists(source) and not is_ladder_model(source):  # a replica stands in another folder
+    if os.path.exists(source) and not is_ladder_model(source):  # replicas run in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
     from crossover.serving.cli.launch import key_of
     from crossover.serving.http.http_server import listen, url_of
 
-    # Before Ray's processes inherit the environment.
+    # Taken out of the environment now, before Ray's processes inherit it.
     api_key = key_of(options.api_key_env, "--api-key-env")
-    with listen(options.host, options.port) as listener:  # Ray's proxy takes the port
+    # Fails now if the port is in use, and chooses one for --port 0. Ray's proxy then listens on it.
+    with listen(options.host, options.port) as listener:
         url, port = url_of(listener), listener.getsockname()[1]
     nodes = connect()
     import ray
@@ -73,18 +78,18 @@ def launch_on_ray(options: ServeOptions) -> int:
         )
         try:
             serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
-        except RuntimeError as problem:  # the last line of the traceback that Ray quotes
+        except RuntimeError as problem:  # its text is a traceback, whose last line says why
             why = str(problem).strip().rpartition("\n")[2].strip()
             raise ServingError(f"No replica could be started: {why}") from None
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
             ready_record = json.dumps({"url": url, "pid": os.getpid()})
             write_atomically(Path(options.ready_file), ready_record.encode())
-        stop = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        stop.wait()
-        serve.delete(APPLICATION)  # each replica finishes what it has
+        stop_requested = threading.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, lambda *_: stop_requested.set())
+        stop_requested.wait()
+        serve.delete(APPLICATION)  # each replica drains
         serve.shutdown()
     finally:
         ray.shutdown()
@@ -94,7 +99,7 @@ def launch_on_ray(options: ServeOptions) -> int:
 
 
 def check_options(options: ServeOptions) -> None:
-    """Raises ServingError for an option that cannot be honoured as asked."""
+    """Raises ServingError for an option that does not work on Ray."""
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
             flag = flags_of(ServeOptions)[field.name]
@@ -106,14 +111,14 @@ def check_options(options: ServeOptions) -> None:
 
 
 def connect() -> list[dict[str, Any]]:
-    """Join the cluster of RAY_ADDRESS, or start one here that asks for a token which only its own
-    processes have. Its living nodes, as Ray describes them. Raises ServingError."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine with a token that only its own
+    processes have. Return its living nodes, as `ray.nodes` describes them. Raises ServingError."""
     address = os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {"address": address}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads these when it is imported
     if address is None:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 where it is named
-        os.environ.update(python_variables())  # no code of the folder one stands in
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keep 127.0.0.1
+        os.environ.update(python_variables())  # workers import nothing from the current folder
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         settings = {"address": "local", "_node_ip_address": "127.0.0.1"}
@@ -121,7 +126,7 @@ def connect() -> list[dict[str, Any]]:
     import ray
 
     try:
-        with contextlib.chdir("/"):  # Ray's workers import from the folder that we stand in
+        with contextlib.chdir("/"):  # Ray's workers would import from the current folder
             ray.init(
                 namespace=APPLICATION, log_to_driver=False, configure_logging=False, **settings
             )
@@ -132,22 +137,25 @@ def connect() -> list[dict[str, Any]]:
 
 
 def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, int]:
-    """(cores, GPUs) of each replica; without --threads the cores are divided evenly."""
-    cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    """Return the cores and the GPUs (0 or 1) of each replica. Without --threads, the cores are
+    divided evenly. Raises ServingError if the replicas do not fit."""
+    cores_by_node = [int(node["Resources"].get("CPU", 0)) for node in nodes]
     gpus = sum(int(node["Resources"].get("GPU", 0)) for node in nodes)
-    cores_each = options.threads or max(1, sum(cores) // options.replicas)
-    if sum(node_cores // cores_each for node_cores in cores) < options.replicas:
+    cores_each = options.threads or max(1, sum(cores_by_node) // options.replicas)
+    max_replicas = sum(cores // cores_each for cores in cores_by_node)
+    if max_replicas < options.replicas:
         request_text = f"--replicas {options.replicas}, --threads {cores_each} each"
-        raise ServingError(f"{request_text}, do not fit: the nodes have {cores} cores")
-    return cores_each, int(options.policy is not Policy.cpu_only and gpus >= options.replicas)
+        raise ServingError(f"{request_text}, do not fit: the nodes have {cores_by_node} cores")
+    has_gpu_each = gpus >= options.replicas and options.policy is not Policy.cpu_only
+    return cores_each, int(has_gpu_each)
 
 
-_registry: Any = None  # of this process: one replica
+_registry: Any = None  # the registry of this process, which is one replica
 
 
 class Ingress:
-    """The app of a replica, as the ASGI application that Ray Serve is given: it starts the engine
-    in its lifespan, and Ray waits for that."""
+    """The app of a replica, as an ASGI application for Ray Serve. The engine is started in the
+    lifespan, since Ray waits for that."""
 
     def __init__(self, options: ServeOptions, api_key: str | None, cores: int) -> None:
         self._options = msgspec.structs.replace(options, threads=cores)
@@ -170,14 +178,14 @@ class Ingress:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _start(self) -> None:
-        """Returns when the engine serves. Raises ServingError, ModelError."""
+        """Start the engine and wait until it serves. Raises ServingError, ModelError."""
         global _registry
         from crossover.serving.cli.launch import make_registry
         from crossover.serving.http.routes import App
         from crossover.serving.logs import ConsoleLog
 
-        narrator = ConsoleLog(sys.stderr)  # the replica's log, which Ray keeps
-        _registry = await asyncio.to_thread(make_registry, self._options, narrator)
+        log = ConsoleLog(sys.stderr)  # the replica's log, which Ray keeps
+        _registry = await asyncio.to_thread(make_registry, self._options, log)
         self._app = App(_registry, self._api_key)
         await _registry.start()
         (model,) = _registry.models.values()
@@ -185,9 +193,11 @@ class Ingress:
 
 
 class Replica:
-    """Ray Serve makes it in an actor, and replaces it where `check_health` raises."""
+    """The class of a replica's actor. Ray Serve replaces an actor whose `check_health` raises."""
 
     def check_health(self) -> None:
-        for model in () if _registry is None else _registry.models.values():
+        if _registry is None:
+            return
+        for model in _registry.models.values():
             if model.has_given_up:
                 raise EngineFailed(model.supervisor.reason or "the engine failed")

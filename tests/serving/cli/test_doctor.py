@@ -12,7 +12,7 @@ from crossover.serving.cli import doctor_command
 from crossover.serving.cli.doctor_command import (
     Diagnosis,
     advice,
-    amx_in_words,
+    amx_text,
     page,
     speed_rows,
     unused_instructions,
@@ -126,7 +126,7 @@ def test_doctor_says_which_instructions_llama_cpp_leaves_unused(
     isa: tuple[str, ...], system_info: str, unused: list[str], amx: str
 ) -> None:
     assert unused_instructions(isa, system_info) == unused
-    assert amx_in_words(isa, system_info) == amx
+    assert amx_text(isa, system_info) == amx
     facts = machine(isa=isa)
     probe = msgspec.structs.replace(WORKS, details={"system_info": system_info})
     warned = dict(warnings_of_builds(facts, (probe,)))
