@@ -71,7 +71,7 @@ from crossover.serving.placement.placement_policy import (
 from crossover.serving.sampling.step_inputs import Row
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
-BEST = "best"  # a campaign writes it in place of a backend's name
+BEST = "best"  # in a campaign file: the backend that this module chooses
 # The candidates if no weight format is requested: (backend, weight format).
 USUAL = tuple(
     (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
@@ -85,16 +85,16 @@ MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many threads on, half of them
 # PROXY is measured instead, and its times are scaled.
 PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
 PART_SECONDS = 0.5  # time spent measuring each kind of step
-MAX_STEPS = 64  # maximum steps of each kind
+MAX_STEPS = 64  # of each kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long prompt is used if there is time for it
 TIMEOUT_SECONDS = 300.0  # of the child process that measures one engine
 # Times are measured again if other processes took more than this share of the CPU time that the
 # engine wanted.
 MAX_TAKEN_SHARE = 0.1
 
-# Simulated requests at each rate. So few requests raise all capacities by 5 to 8 % compared with
-# 8,000, but all engines get the same sample, so their order does not change. One engine takes 0.1 s
-# of CPU time.
+# Simulated requests at each rate, which take 0.1 s of CPU time for one engine. Compared with 8,000
+# requests, so few raise all capacities by 5 to 8 %, but all engines get the same sample, so their
+# order does not change.
 CHOICE_REQUESTS = 500
 
 Say = Callable[[str], None]
@@ -107,7 +107,8 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     decode_seconds: float  # of a decode step with one row
     decode_slots_seconds: float  # of a decode step with one row per slot
-    taken_share: float = 0.0  # share of the engine's CPU time that other processes took
+    # Of the CPU time that the engine could have used, the share that other processes took.
+    taken_share: float = 0.0
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,13 +120,18 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     times: EngineTimes | None = None  # for the requested model; None: not measured
     capacity: SimulatedCapacity | None = None  # under the workload and the SLO, from `times`
     is_without_slo: bool = False  # `capacity` is without latency limits
-    threads: int | None = None  # None: as in the question, if only one number is measured
+    threads: int | None = None  # None: the question's, the only number that is measured
 
     @property
     def name(self) -> str:
         """The backend and weight format, and the number of threads if several are compared."""
-        threads = "" if self.threads is None else f" with {self.threads} threads"
-        return f"{self.backend} {self.weight_format}".strip() + threads
+        engine = f"{self.backend} {self.weight_format}".strip()
+        return engine if self.threads is None else f"{engine} with {self.threads} threads"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is REFERENCE."""
+        return (self.backend, self.weight_format) == REFERENCE
 
     @property
     def rate(self) -> float:
@@ -163,8 +169,9 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = DEFAULT_SLO
     cache: str | None = None  # the cache folder; None: the default one
     may_measure: bool = True  # False: use only saved times
-    # Whether REFERENCE may be measured too; its saved times are used in any case. Its weights are
-    # twice as large as the others', which takes too long to prepare while a server starts.
+    # Whether REFERENCE may be measured although no engine is named; its saved times are used in any
+    # case. Its weights are twice as large as the others', which takes too long to prepare while a
+    # server starts.
     may_measure_reference: bool = False
     are_threads_open: bool = False  # the user set no number of threads, so half are tried too
 
@@ -173,9 +180,19 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
         """The engine's settings, with the CPU's defaults for those that are not set."""
         return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
 
+    @property
+    def names_engines(self) -> bool:
+        """Whether the user named engines or weight formats; else the candidates are the usual
+        ones."""
+        return bool(self.engines or self.formats)
+
+    def may_measure_engine(self, engine: EngineCandidate) -> bool:
+        """Return whether this engine may be measured."""
+        is_allowed = self.may_measure_reference or self.names_engines or not engine.is_reference
+        return self.may_measure and is_allowed
+
     def key(self, engine: EngineCandidate) -> str:
-        """Return the key of an engine's saved times: all that they depend on, except the
-        machine."""
+        """Return the key of an engine's saved times: all that they depend on except the machine."""
         model, settings = self.request.model, self.settings
         engine_name = f"{engine.backend} {engine.weight_format}".strip()
         threads = engine.threads or self.threads
@@ -203,42 +220,57 @@ def fastest_backend(
 
     Raises NoPlacement if no engine can run the model on this machine.
     """
-    format_engines = [
-        pair for weight_format in question.formats for pair in backends_with("cpu", weight_format)
-    ]
-    engines = question.engines or (format_engines if question.formats else usual_candidates(facts))
-    candidates = [_candidate(question, facts, *pair) for pair in engines]
-    candidates = [
-        msgspec.structs.replace(candidate, threads=threads)
-        for candidate in candidates
-        for threads in question.thread_counts[: 1 if candidate.why_not else None]
-    ]
-    if sum(not candidate.why_not for candidate in candidates) > 1:
+    candidates = _candidates_of(question, facts)
+    usable_count = sum(not candidate.why_not for candidate in candidates)
+    if usable_count > 1:  # otherwise there is nothing to compare
         candidates = [
             _with_times(question, candidate, facts, say, progress) for candidate in candidates
         ]
-        if not (question.engines or question.formats):  # REFERENCE counts only if it was measured
+        if not question.names_engines:
             candidates = [
                 candidate
                 for candidate in candidates
-                if candidate.times or (candidate.backend, candidate.weight_format) != REFERENCE
+                if candidate.times is not None or not candidate.is_reference
             ]
         candidates = _with_capacities(question, candidates)
     ranking = rank(candidates, question.request.model)
     if not ranking:
         reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
-        reasons = reasons or f"no CPU engine has the format {', '.join(question.formats)}"
+        if not candidates:
+            reasons = f"no CPU engine has the format {', '.join(question.formats)}"
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
     best = ranking[0]
     reason = _reason(question, best, candidates)
     return EngineChoice(best.backend, best.weight_format, reason, tuple(candidates), best.threads)
 
 
+def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[EngineCandidate]:
+    """Return the engines of the question as candidates, each with every number of threads that is
+    to be measured. Those that cannot run on this machine have the reason."""
+    engines: list[tuple[str, str]] = []  # (backend, weight format)
+    if question.engines:
+        engines += question.engines
+    elif question.formats:
+        for weight_format in question.formats:
+            engines += backends_with("cpu", weight_format)
+    else:
+        engines += usual_candidates(facts)
+    candidates: list[EngineCandidate] = []
+    for backend, weight_format in engines:
+        candidate = _candidate(question, facts, backend, weight_format)
+        for threads in question.thread_counts:
+            candidates.append(msgspec.structs.replace(candidate, threads=threads))
+            if candidate.why_not:
+                break  # the number of threads does not matter
+    return candidates
+
+
 def usual_candidates(facts: HardwareFacts) -> tuple[tuple[str, str], ...]:
     """Return the candidates if no weight format is requested, as (backend, weight format): USUAL,
     and REFERENCE if torch is installed and the CPU multiplies bf16."""
-    has_bf16 = bool(BF16_FLAGS & {*facts.isa}) and REFERENCE[0] not in missing_backends()
-    return (*USUAL, REFERENCE) if has_bf16 else USUAL
+    has_bf16 = not BF16_FLAGS.isdisjoint(facts.isa)
+    has_torch = REFERENCE[0] not in missing_backends()
+    return (*USUAL, REFERENCE) if has_bf16 and has_torch else USUAL
 
 
 def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
@@ -252,8 +284,13 @@ def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[Engine
     by_rate = sorted(usable, key=lambda candidate: candidate.rate, reverse=True)
     if not by_rate or not by_rate[0].rate:
         return by_rate
-    tied_for_best = [candidate for candidate in by_rate if candidate.rate >= by_rate[0].low_rate]
-    best = max(tied_for_best, key=lambda candidate: weight_bytes(model, candidate.weight_format))
+    not_distinguishable = [
+        candidate for candidate in by_rate if candidate.rate >= by_rate[0].low_rate
+    ]
+    best = max(
+        not_distinguishable,
+        key=lambda candidate: weight_bytes(model, candidate.weight_format),
+    )
     return [best, *(candidate for candidate in by_rate if candidate is not best)]
 
 
@@ -265,26 +302,27 @@ def _reason(
     if len(candidates) == 1:
         return f"{best.name} is the only engine of the CPU that runs it"
     rates = [candidate.rate for candidate in candidates if candidate.rate]
-    unit_rate = min(rates, default=0.0)
-    capacities = "; ".join(
-        f"{candidate.name}: {candidate.why_not or _capacity_text(candidate.capacity, unit_rate)}"
-        for candidate in candidates
-    )
+    unit_rate = min(rates, default=0.0)  # one unit for all capacities
+    descriptions: list[str] = []
+    for candidate in candidates:
+        result = candidate.why_not or _capacity_text(candidate.capacity, unit_rate)
+        descriptions.append(f"{candidate.name}: {result}")
+    capacities = "; ".join(descriptions)
     slots, slo = count(question.settings.slots), question.slo.name
     lengths = lengths_of(question.workload, CHOICE_REQUESTS, SEED)
-    work = (
-        f"for the workload {question.workload.preset or 'given'} (prompts of "
-        f"{significant(float(lengths.prompt.mean()))} and answers of "
-        f"{significant(float(lengths.output.mean()))} tokens on average, {slots} slots)"
+    prompt_tokens = significant(float(lengths.prompt.mean()))
+    output_tokens = significant(float(lengths.output.mean()))
+    workload_text = (
+        f"for the workload {question.workload.preset or 'given'} (prompts of {prompt_tokens} and "
+        f"answers of {output_tokens} tokens on average, {slots} slots)"
     )
+    best_text = f"{best.name} is the best engine by its step times"
     if any(candidate.is_without_slo for candidate in candidates):
         return (
-            f"{best.name} is the best engine by its step times {work}; no engine meets the SLO "
-            f"{slo} unloaded, and without it they carry: {capacities}"
+            f"{best_text} {workload_text}; no engine meets the SLO {slo} unloaded, and without it "
+            f"they carry: {capacities}"
         )
-    text = (
-        f"{best.name} is the best engine by its step times under the SLO {slo} {work}: {capacities}"
-    )
+    text = f"{best_text} under the SLO {slo} {workload_text}: {capacities}"
     if rates and best.rate < max(rates):
         text += "; where the capacities cannot be told apart, more bits are preferred"
     return text
@@ -309,17 +347,14 @@ def known_times(
     """Return the engine's times for the model: saved times if they were undisturbed, else times
     measured now, even if other processes disturb these too.
 
-    Without permission to measure, any saved times are returned, or None if there are none. Raises
-    CrossoverError if measuring fails.
+    If the question forbids measuring this engine, any saved times are returned, or None if there
+    are none. Raises CrossoverError if measuring fails.
     """
-    cache, began = question.cache, time.monotonic()
+    cache = question.cache
+    started = time.monotonic()
     saved = read_table(cache, facts).get(question.key(engine))
-    may_measure = question.may_measure and (
-        question.may_measure_reference
-        or bool(question.engines or question.formats)
-        or (engine.backend, engine.weight_format) != REFERENCE
-    )
-    if not may_measure or (saved is not None and saved.taken_share <= MAX_TAKEN_SHARE):
+    is_undisturbed = saved is not None and saved.taken_share <= MAX_TAKEN_SHARE
+    if is_undisturbed or not question.may_measure_engine(engine):
         return saved
     kind, file_format = weights_of(engine.backend, engine.weight_format)
     files = resolve(
@@ -337,16 +372,16 @@ def known_times(
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.model)
-    elapsed = duration(time.monotonic() - began)
-    where = f"saved in {table_path(cache)}"
+    elapsed = duration(time.monotonic() - started)
+    outcome = f"saved in {table_path(cache)}"
     try:
         save_times(cache, facts, question.key(engine), times)
     except OSError as problem:  # such as a cache on a read-only disk
-        where = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
+        outcome = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
     if times.taken_share > MAX_TAKEN_SHARE:
-        taken_text = share(times.taken_share, 2)
-        where = f"other processes took {taken_text} of its CPU time: it is measured again next time"
-    say(f"measured {engine.name} on {files.name} in {elapsed}, {where}")
+        taken = share(times.taken_share, 2)
+        outcome = f"other processes took {taken} of its CPU time: it is measured again next time"
+    say(f"measured {engine.name} on {files.name} in {elapsed}, {outcome}")
     return times
 
 
@@ -354,11 +389,11 @@ def _candidate(
     question: EngineQuestion, facts: HardwareFacts, backend: str, weight_format: str
 ) -> EngineCandidate:
     """Return the engine as a candidate, with the reason if it cannot run on this machine."""
-    why_not = missing_backends().get(backend, "")
     request = msgspec.structs.replace(question.request, weight_format=weight_format)
     attempt, reason = consider(request, facts, backend, None)
-    if attempt is None and reason is not None:
-        why_not = why_not or reason.text
+    why_not = missing_backends().get(backend, "")
+    if not why_not and attempt is None and reason is not None:
+        why_not = reason.text
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
 
 
@@ -373,25 +408,26 @@ def _with_times(
     the model is large. If measuring fails, the error becomes `why_not`."""
     if candidate.why_not:
         return candidate
-    spec, measured_question = question.request.model, question
+    spec = question.request.model
+    measured_model = spec
+    measured_question = question
     if spec.parameters > MAX_MEASURED_PARAMETERS:
-        request = msgspec.structs.replace(measured_question.request, model=ladder_model(PROXY).spec)
-        measured_question = msgspec.structs.replace(
-            measured_question, source=PROXY, request=request
-        )
+        measured_model = ladder_model(PROXY).spec
+        request = msgspec.structs.replace(question.request, model=measured_model)
+        measured_question = msgspec.structs.replace(question, source=PROXY, request=request)
     try:
         times = known_times(measured_question, candidate, facts, say, progress)
     except CrossoverError as problem:
         return msgspec.structs.replace(candidate, why_not=f"cannot be measured: {problem}")
     if times is None:
         return candidate
-    measured_model = measured_question.request.model
 
     def weight_ratio(rows: int) -> float:
-        """Return the weight bytes that a step of this many rows reads, as a multiple of those that
-        it reads of the measured model."""
-        model_bytes = spec.step_weight_bytes(rows, spec.parameters)
-        return model_bytes / measured_model.step_weight_bytes(rows, measured_model.parameters)
+        """Return how many times as many weights a step of this many rows reads as a step of the
+        measured model."""
+        weights = spec.step_weight_bytes(rows, spec.parameters)
+        measured_weights = measured_model.step_weight_bytes(rows, measured_model.parameters)
+        return weights / measured_weights
 
     # Prefill is compute-bound, so its time follows the active parameters. Decode is memory-bound,
     # so its time follows the bytes of the weights that a step reads.
@@ -411,39 +447,36 @@ def _with_capacities(
     """Return the candidates with the capacities of those that were measured. If none of them meets
     the SLO unloaded, all capacities are without latency limits."""
 
-    def capacities_under(slo: Slo, is_without_slo: bool) -> list[EngineCandidate]:
-        return [
-            candidate
-            if candidate.times is None or candidate.why_not
-            else msgspec.structs.replace(
-                candidate,
-                capacity=capacity(
-                    step_times_of_timings(candidate.times),
-                    question.settings,
-                    question.workload,
-                    slo,
-                    requests=CHOICE_REQUESTS,
-                ),
-                is_without_slo=is_without_slo,
-            )
-            for candidate in candidates
-        ]
+    def with_capacity(
+        candidate: EngineCandidate, slo: Slo, is_without_slo: bool = False
+    ) -> EngineCandidate:
+        if candidate.times is None or candidate.why_not:
+            return candidate
+        simulated = capacity(
+            step_times_of_timings(candidate.times),
+            question.settings,
+            question.workload,
+            slo,
+            requests=CHOICE_REQUESTS,
+        )
+        return msgspec.structs.replace(candidate, capacity=simulated, is_without_slo=is_without_slo)
 
-    with_slo = capacities_under(question.slo, False)
-    if any(candidate.capacity for candidate in with_slo) and not any(
-        candidate.rate for candidate in with_slo
-    ):
-        return capacities_under(SLO_PRESETS["batch"], True)
+    with_slo = [with_capacity(candidate, question.slo) for candidate in candidates]
+    was_measured = any(candidate.capacity is not None for candidate in with_slo)
+    meets_slo = any(candidate.rate for candidate in with_slo)
+    if was_measured and not meets_slo:
+        no_limits = SLO_PRESETS["batch"]
+        return [with_capacity(candidate, no_limits, True) for candidate in candidates]
     return with_slo
 
 
 def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
     """Return the step-time model through the two decode times, of one row and of all slots:
 
-    seconds = base + row_seconds * decode rows + prompt_token_seconds * prompt tokens
+    seconds = base_seconds + row_seconds * decode rows + prompt_token_seconds * prompt tokens
     """
     row_seconds = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
-    row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)
+    row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)  # so that base_seconds >= 0
     return StepTimeModel(
         base_seconds=times.decode_seconds - row_seconds,
         row_seconds=row_seconds,
@@ -464,10 +497,12 @@ def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, Engi
     written on another machine or with other versions of the engines' libraries."""
     try:
         content = table_path(cache).read_bytes()
-        machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])
+        machine, times_by_key = msgspec.json.decode(
+            content, type=tuple[str, dict[str, EngineTimes]]
+        )
     except (OSError, msgspec.MsgspecError):
         return {}
-    return rows if machine == _machine(facts) else {}
+    return times_by_key if machine == _machine(facts) else {}
 
 
 def save_times(
@@ -492,8 +527,8 @@ def _machine(facts: HardwareFacts) -> str:
 
 
 def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
-    """Measure the engine with this configuration in a child process, with the shortest context
-    that the measurement needs.
+    """Return the step times of the engine with this configuration, measured in a child process with
+    the shortest context that the measurement needs.
 
     Raises ServingError if the child process fails or takes longer than TIMEOUT_SECONDS.
     """
@@ -518,60 +553,70 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
     `clock` returns seconds. `taken_share` is left at 0.
     """
     info, settings = backend.info, backend.info.settings
-    generator, slot_tokens = np.random.default_rng(1), [0] * settings.slots
+    generator = np.random.default_rng(1)
+    tokens_in_slot = [0] * settings.slots
     first_token = 3  # lower ids are usually special tokens
 
-    def seconds_of(slots: Iterable[int], tokens: int) -> float:
+    def run_step(slots: Iterable[int], tokens: int) -> float:
         """Run a step that appends this many tokens to each of these slots; return its seconds."""
         rows = []
         for slot in slots:
             token_ids = generator.integers(first_token, info.vocabulary, tokens, np.int32)
-            rows.append(Row(slot, token_ids, slot_tokens[slot], True))
-            slot_tokens[slot] += tokens
+            rows.append(Row(slot, token_ids, tokens_in_slot[slot], True))
+            tokens_in_slot[slot] += tokens
         started = clock()
         backend.step(rows)
         return max(clock() - started, 1e-9)
 
     def prefill(slot: int, tokens: int) -> float:
         """Run a step with a new prompt in this slot; return its seconds."""
-        slot_tokens[slot] = 0
-        return seconds_of([slot], tokens)
+        tokens_in_slot[slot] = 0
+        return run_step([slot], tokens)
 
     def lower_quartile(step: Callable[[], float], min_steps: int) -> float:
         """Repeat a step and return the lower quartile of its seconds, since other work on the
         machine can only make steps longer."""
-        deadline, timings = clock() + PART_SECONDS, list[float]()
+        deadline = clock() + PART_SECONDS
+        timings: list[float] = []
         while len(timings) < min_steps or (clock() < deadline and len(timings) < MAX_STEPS):
             timings.append(step())
         return sorted(timings)[len(timings) // 4]
 
-    max_prompt = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
-    tokens_per_second = SHORT_PROMPT / min(prefill(0, SHORT_PROMPT) for _ in range(2))
-    length = int(min(max_prompt, max(SHORT_PROMPT, tokens_per_second * PART_SECONDS)))
-    prompt_seconds = lower_quartile(lambda: prefill(0, length), 1)
+    # A prompt that takes about PART_SECONDS by the speed of a short one, of SHORT_PROMPT to
+    # LONG_PROMPT tokens.
+    short_seconds = min(prefill(0, SHORT_PROMPT) for _ in range(2))
+    affordable_tokens = SHORT_PROMPT / short_seconds * PART_SECONDS
+    max_tokens = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
+    prompt_tokens = int(min(max_tokens, max(SHORT_PROMPT, affordable_tokens)))
+    prompt_seconds = lower_quartile(lambda: prefill(0, prompt_tokens), 1)
     # The other slots need some context for the decode steps: together as many tokens as the prompt.
     for slot in range(1, settings.slots):
-        prefill(slot, max(4, length // settings.slots))
+        prefill(slot, max(4, prompt_tokens // settings.slots))
     return EngineTimes(
         slots=settings.slots,
-        prompt_tokens_per_second=length / prompt_seconds,
-        decode_seconds=lower_quartile(lambda: seconds_of([0], 1), 4),
-        decode_slots_seconds=lower_quartile(lambda: seconds_of(range(settings.slots), 1), 4),
+        prompt_tokens_per_second=prompt_tokens / prompt_seconds,
+        decode_seconds=lower_quartile(lambda: run_step([0], 1), 4),
+        decode_slots_seconds=lower_quartile(lambda: run_step(range(settings.slots), 1), 4),
     )
 
 
 def _cpu_seconds() -> tuple[float, float]:
     """Return the CPU seconds that this process's threads used, and the CPU seconds that they lost:
     they were ready to run but had no core, or the hypervisor took the core (steal time)."""
-    # schedstat: nanoseconds running, nanoseconds waiting in a run queue, time slices
-    schedstats = [read_text(path).split() for path in Path("/proc/self/task").glob("*/schedstat")]
-    running_seconds, waiting_seconds = (
-        1e-9 * sum(int(fields[index]) for fields in schedstats if fields) for index in (0, 1)
-    )
-    cpu_names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    cpu_lines = (line.split() for line in read_text(Path("/proc/stat")).splitlines())
-    steal_ticks = sum(int(fields[8]) for fields in cpu_lines if fields[0] in cpu_names)
-    return running_seconds, waiting_seconds + steal_ticks / os.sysconf("SC_CLK_TCK")
+    running_nanoseconds, waiting_nanoseconds = 0, 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        fields = read_text(path).split()  # running, waiting in a run queue, time slices
+        if fields:  # empty: the thread has ended
+            running_nanoseconds += int(fields[0])
+            waiting_nanoseconds += int(fields[1])
+    own_cpus = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    steal_ticks = 0
+    for line in read_text(Path("/proc/stat")).splitlines():
+        name, *ticks = line.split()
+        if name in own_cpus:
+            steal_ticks += int(ticks[7])  # user, nice, system, idle, iowait, irq, softirq, steal
+    lost_seconds = 1e-9 * waiting_nanoseconds + steal_ticks / os.sysconf("SC_CLK_TCK")
+    return 1e-9 * running_nanoseconds, lost_seconds
 
 
 def main() -> None:

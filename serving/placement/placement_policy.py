@@ -5,9 +5,9 @@
     print("\\n".join(explain(placement)))
 
 Candidates are considered in order: the GPU with each backend that can use it, then the CPU with
-each backend that runs there. The first one that fits in memory is chosen, and the later ones are
-its fallbacks: the best engine on the CPU, and last the GPU's own backend on the CPU, which needs no
-further files. Of several GPUs, the one with the most free memory is used.
+each backend that runs there. The first one that fits in memory is chosen. A model on the GPU has up
+to two fallbacks: the best engine on the CPU, and then the GPU's own backend on the CPU, which needs
+no further files. Of several GPUs, the one with the most free memory is used.
 
 The predicted memory is the sum of
 
@@ -23,8 +23,10 @@ For a GGUF file on the CPU, llama.cpp itself reports the cache, state and buffer
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,13 +53,13 @@ USABLE_SHARE = 0.95  # share of the free memory that a placement may use
 # but the context is at least MIN_CONTEXT tokens.
 KV_SHARE = 0.25
 MIN_CONTEXT = 2048
+KV_BLOCK_TOKENS = 256  # llama.cpp rounds the length of its KV cache up to a multiple of this
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A reason of the decision. `cause` says why a candidate was ruled out, or is None for a remark
-    on the choice."""
+    """A reason of the decision."""
 
-    cause: Cause | None
+    cause: Cause | None  # why a candidate was ruled out; None: a remark on the choice
     text: str
 
 
@@ -123,15 +125,13 @@ class Attempt(msgspec.Struct, frozen=True):
     @property
     def memory_text(self) -> str:
         """The parts of the predicted memory as text: "weights 1.2 GB + KV 0.4 GB + ..."."""
-        parts = [("weights", self.weight_bytes), ("KV", self.kv_bytes)]
-        parts += [("state", self.state_bytes), ("buffers", self.buffer_bytes)]
-        listed_parts = [
-            (name, part_bytes)
-            for name, part_bytes in parts
-            if part_bytes or name in ("weights", "KV")
-        ]
-        listed_parts.append(("overhead", self.overhead_bytes))
-        return " + ".join(f"{name} {size(part_bytes)}" for name, part_bytes in listed_parts)
+        parts = [f"weights {size(self.weight_bytes)}", f"KV {size(self.kv_bytes)}"]
+        if self.state_bytes:
+            parts.append(f"state {size(self.state_bytes)}")
+        if self.buffer_bytes:
+            parts.append(f"buffers {size(self.buffer_bytes)}")
+        parts.append(f"overhead {size(self.overhead_bytes)}")
+        return " + ".join(parts)
 
     @property
     def fits(self) -> bool:
@@ -149,9 +149,14 @@ class Placement(Attempt, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...]
 
 
-# A candidate after it was considered: the attempt if it is usable, and the reason if there is one.
-# A candidate that does not fit but need not (`check_memory` is off) has both.
-Considered = tuple[Attempt | None, Reason | None]
+class Considered(NamedTuple):
+    """A candidate after it was considered. One that does not fit in memory has both an attempt and
+    a reason if `check_memory` is off."""
+
+    attempt: Attempt | None  # None: it is not usable
+    reason: Reason | None  # why it is not usable, or does not fit; None: there is nothing to say
+
+
 NO_OBSTACLES = Obstacles()
 
 
@@ -167,16 +172,17 @@ def plan(
     if settings.kv_dtype not in (None, AUTO, *KV_ELEMENT_BYTES):
         known_types = ", ".join((AUTO, *KV_ELEMENT_BYTES))
         raise NoPlacement(f"Unknown KV dtype {settings.kv_dtype!r}. Available: {known_types}")
-    requested_context, context = settings.context_tokens, _context(request, facts, obstacles)
+    requested_context = settings.context_tokens
+    context = _context(request, facts, obstacles)
     if settings.kv_tokens is not None and settings.kv_tokens < context:
         raise NoPlacement(
             f"kv_tokens = {settings.kv_tokens} is too small for one sequence of context_tokens = "
             f"{context}. Raise kv_tokens or lower context_tokens."
         )
-    request = in_context(request, context)
-    considered = list(_consider_all(request, facts, obstacles))
-    attempts = tuple(attempt for attempt, _ in considered if attempt is not None)
-    reasons = [reason for _, reason in considered if reason is not None]
+    request = with_context(request, context)
+    candidates = list(_consider_all(request, facts, obstacles))
+    attempts = _attempts_of(candidates)
+    reasons = [candidate.reason for candidate in candidates if candidate.reason is not None]
     if requested_context is not None and context < requested_context:
         text = (
             f"context reduced from {requested_context} to {context} tokens, the maximum of "
@@ -190,17 +196,21 @@ def plan(
         model=model.name,
         policy=request.policy,
         reasons=tuple(reasons),
-        attempts=attempts,
+        attempts=tuple(attempts),
         **msgspec.structs.asdict(attempts[0]),
     )
 
 
-def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
-    """Return the maximum tokens of one sequence.
+def _attempts_of(candidates: Iterable[Considered]) -> list[Attempt]:
+    """Return the usable candidates."""
+    return [candidate.attempt for candidate in candidates if candidate.attempt is not None]
 
-    It is the requested context, if there is one. Otherwise it is the longest context, up to the
-    model's own maximum, at which KV cache and buffers take at most KV_SHARE of the free memory of
-    each engine that would be tried.
+
+def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
+    """Return the maximum tokens of one sequence: the requested context, up to the model's maximum.
+
+    If no context is requested, it is the longest one at which KV cache and buffers take at most
+    KV_SHARE of the free memory, on each engine that would be tried, but at least MIN_CONTEXT.
     """
     model_context, requested = request.model.context, request.settings
     if requested.context_tokens is not None:
@@ -211,43 +221,50 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
     shortest = min(model_context, MIN_CONTEXT)
     # A GPU's default number of slots follows from the context, so the CPU's default is used here.
     slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
-    sized_request = in_context(request, shortest, slots=slots)
+    shortest_request = with_context(request, shortest, slots=slots)
+    engines = _attempts_of(_consider_all(shortest_request, facts, obstacles, has_last_resort=False))
     gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
-    considered = _consider_all(sized_request, facts, obstacles, has_last_resort=False)
-    engines = [attempt for attempt, _ in considered if attempt is not None]
 
     def fits(context: int) -> bool:
-        sized_request = in_context(request, context, slots=slots)
+        """Return whether this context fits on every engine."""
         for engine in engines:
-            sized_request = msgspec.structs.replace(
-                sized_request, weight_format=engine.weight_format
+            engine_request = msgspec.structs.replace(
+                with_context(request, context, slots=slots), weight_format=engine.weight_format
             )
             gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
-            attempt = predict(sized_request, facts, engine.backend, gpu)
-            if attempt.free_bytes is not None:
-                growing_bytes = attempt.kv_bytes + attempt.buffer_bytes
-                room_bytes = attempt.free_bytes - attempt.need_bytes + growing_bytes
-                if growing_bytes > min(KV_SHARE * attempt.free_bytes, room_bytes):
-                    return False
+            attempt = predict(engine_request, facts, engine.backend, gpu)
+            if attempt.free_bytes is None:
+                continue
+            growing_bytes = attempt.kv_bytes + attempt.buffer_bytes  # with the context
+            fixed_bytes = attempt.need_bytes - growing_bytes
+            max_bytes = min(KV_SHARE * attempt.free_bytes, attempt.free_bytes - fixed_bytes)
+            if growing_bytes > max_bytes:
+                return False
         return True
 
     if fits(model_context):
         return model_context
-    # The longest multiple of 1,024 tokens that fits, by bisection.
+    # Bisection for the longest multiple of 1,024 tokens that fits: `low` fits, `high` does not.
     low, high = shortest // 1024, -(-model_context // 1024)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
+        if fits(middle * 1024):
+            low = middle
+        else:
+            high = middle
     return max(shortest, low * 1024)
 
 
-def in_context(
+def with_context(
     request: PlacementRequest, context_tokens: int, *, slots: int | None = None
 ) -> PlacementRequest:
     """Return the request with this context and, if given, this number of slots."""
-    slots = slots or request.settings.slots
-    sized = msgspec.structs.replace(request.settings, context_tokens=context_tokens, slots=slots)
-    return msgspec.structs.replace(request, settings=sized)
+    settings = msgspec.structs.replace(
+        request.settings,
+        context_tokens=context_tokens,
+        slots=slots or request.settings.slots,
+    )
+    return msgspec.structs.replace(request, settings=settings)
 
 
 def _consider_all(
@@ -257,23 +274,23 @@ def _consider_all(
     *,
     has_last_resort: bool = True,
 ) -> Iterator[Considered]:
-    """Yield a candidate for every device and backend that the policy allows, in the order in which
-    they are tried.
+    """Yield the candidates of every device that the policy allows, in the order in which they are
+    tried.
 
     `has_last_resort`: after the best engine of the CPU, yield the GPU's backend on the CPU too.
     """
-    on_gpu: list[Considered] = []
+    gpu_candidates: list[Considered] = []
     if request.policy is Policy.cpu_only:
-        yield None, Reason(Cause.forced, "the policy cpu-only excludes GPUs")
+        yield Considered(None, Reason(Cause.forced, "the policy cpu-only excludes GPUs"))
     else:
-        on_gpu = list(_consider_gpu(request, facts, obstacles))
-        yield from on_gpu
+        gpu_candidates = list(_consider_gpu(request, facts, obstacles))
+        yield from gpu_candidates
     if request.policy is Policy.gpu_only:
-        yield None, Reason(Cause.forced, "the policy gpu-only excludes the CPU")
+        yield Considered(None, Reason(Cause.forced, "the policy gpu-only excludes the CPU"))
     else:
-        gpu_attempts = [attempt for attempt, _ in on_gpu if attempt is not None]
-        last_resort = gpu_attempts[-1] if gpu_attempts and has_last_resort else None
-        yield from _consider_cpu(request, facts, obstacles, last_resort)
+        gpu_attempts = _attempts_of(gpu_candidates)
+        gpu_attempt = gpu_attempts[-1] if gpu_attempts and has_last_resort else None
+        yield from _consider_cpu(request, facts, obstacles, gpu_attempt)
 
 
 def _consider_gpu(
@@ -283,63 +300,76 @@ def _consider_gpu(
     first one that can and fits. Of several GPUs, the one with the most free memory is used."""
     if not facts.gpus:
         cause = Cause(facts.gpu_cause or Cause.no_device)
-        yield None, Reason(cause, facts.gpu_note or "no GPU found")
+        yield Considered(None, Reason(cause, facts.gpu_note or "no GPU found"))
         return
-    names: tuple[str, ...] = DEFAULTS["gpu"]
+    backends: tuple[str, ...] = DEFAULTS["gpu"]
     if request.backend or request.weight_format:
-        names = (request.backend or default_backend("gpu", request.weight_format),)
-    for name in names:
-        cause, prefix = Cause.backend_missing, f"{facts.gpus[0].name} was found, but"
-        if "gpu" not in spec_of(name).devices:
-            gpu_backends = ", ".join(
-                sorted(backend for backend, row in BACKENDS.items() if "gpu" in row.devices)
-            )
-            text = f"backend {name!r} does not run on GPUs; backends that do: {gpu_backends}"
-        elif name in obstacles.missing:
-            text = f"{prefix} backend {name!r} cannot run: {obstacles.missing[name]}"
-        elif name in obstacles.gpu:
-            cause, why = obstacles.gpu[name]
-            text = f"{prefix} {name} cannot use it: {why}"
-        else:
-            gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
-            attempt, reason = consider(request, facts, name, gpu)
-            yield attempt, reason
-            if attempt is not None:
-                return
+        backends = (request.backend or default_backend("gpu", request.weight_format),)
+    gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
+    for backend in backends:
+        obstacle = _obstacle_on_gpu(backend, facts.gpus[0], obstacles)
+        if obstacle is not None:
+            yield Considered(None, obstacle)
             continue
-        yield None, Reason(cause, text)
+        candidate = consider(request, facts, backend, gpu)
+        yield candidate
+        if candidate.attempt is not None:
+            return
+
+
+def _obstacle_on_gpu(backend: str, gpu: GpuFacts, obstacles: Obstacles) -> Reason | None:
+    """Return why the backend cannot use the GPU; None: it can."""
+    if "gpu" not in spec_of(backend).devices:
+        gpu_backends = ", ".join(
+            sorted(name for name, spec in BACKENDS.items() if "gpu" in spec.devices)
+        )
+        text = f"backend {backend!r} does not run on GPUs; backends that do: {gpu_backends}"
+        return Reason(Cause.backend_missing, text)
+    if backend in obstacles.missing:
+        why = obstacles.missing[backend]
+        text = f"{gpu.name} was found, but backend {backend!r} cannot run: {why}"
+        return Reason(Cause.backend_missing, text)
+    if backend in obstacles.gpu:
+        cause, why = obstacles.gpu[backend]
+        return Reason(cause, f"{gpu.name} was found, but {backend} cannot use it: {why}")
+    return None
 
 
 def _consider_cpu(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, on_gpu: Attempt | None
+    request: PlacementRequest,
+    facts: HardwareFacts,
+    obstacles: Obstacles,
+    gpu_attempt: Attempt | None,
 ) -> Iterator[Considered]:
     """Yield the reasons against each CPU backend that cannot run or does not fit, then the attempt
-    with the first one that does. After it comes the last resort: the backend of the GPU's attempt
-    `on_gpu` on the CPU, whose files exist already."""
+    with the first one that does. After it comes the last resort: the backend of `gpu_attempt` on
+    the CPU, whose files exist already."""
     has_attempt, is_memory_short = False, False
-    for name, weight_format in _cpu_backends(request):
-        is_gpu_backend = on_gpu is not None and on_gpu.backend == name
+    for backend, weight_format in _cpu_backends(request):
+        is_gpu_backend = gpu_attempt is not None and gpu_attempt.backend == backend
         if has_attempt and not is_gpu_backend:
             continue
-        if name in obstacles.missing:
-            text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
-            yield None, Reason(Cause.backend_missing, text)
+        if backend in obstacles.missing:
+            text = f"backend {backend!r} cannot run: {obstacles.missing[backend]}"
+            yield Considered(None, Reason(Cause.backend_missing, text))
             continue
-        if has_attempt and on_gpu is not None:
-            weight_format = on_gpu.weight_format
-        format_request = msgspec.structs.replace(request, weight_format=weight_format)
-        attempt, reason = consider(format_request, facts, name, None)
+        if has_attempt and gpu_attempt is not None:
+            weight_format = gpu_attempt.weight_format
+        backend_request = msgspec.structs.replace(request, weight_format=weight_format)
+        candidate = consider(backend_request, facts, backend, None)
         if has_attempt:  # a last resort that does not fit is left out without a reason
-            if attempt is not None and reason is None:
-                yield attempt, None
+            if candidate.attempt is not None and candidate.reason is None:
+                yield candidate
             continue
-        # One shortage is reported; the formats after it need more memory.
-        is_repeated = is_memory_short and attempt is None
+        # Only the first shortage is reported, since the backends after it need even more memory by
+        # their default formats.
+        is_repeated = is_memory_short and candidate.attempt is None
+        reason = candidate.reason
         if reason is not None and reason.cause is Cause.insufficient_memory:
             is_memory_short = True
         if not is_repeated:
-            yield attempt, reason
-        has_attempt = attempt is not None
+            yield candidate
+        has_attempt = candidate.attempt is not None
 
 
 def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:
@@ -358,42 +388,44 @@ def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]
 def consider(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Considered:
-    """Return the attempt to run the model with this backend on this GPU, or on the CPU if it is
-    None. If it does not fit in memory, return the reason, and the attempt only if `check_memory` is
-    off. The context must be set.
+    """Return the candidate that runs the model with this backend on this GPU (None: on the CPU).
 
-    Raises NoPlacement if the backend does not have the weight format.
+    If it does not fit in memory, it has a reason, and an attempt only if `check_memory` is off. The
+    context must be set. Raises NoPlacement if the backend does not have the weight format.
     """
     attempt = predict(request, facts, backend, gpu)
     where = f"on the {attempt.device.upper()}"
-    requested, settings = request.settings, attempt.settings
-    if requested.kv_dtype not in (None, AUTO, settings.kv_dtype):
+    requested_dtype, settings = request.settings.kv_dtype, attempt.settings
+    if requested_dtype not in (None, AUTO, settings.kv_dtype):
         text = f"{backend} {where} stores its KV cache in {settings.kv_dtype}"
-        return None, Reason(Cause.forced, f"{text}, not in {requested.kv_dtype} as requested")
+        reason = Reason(Cause.forced, f"{text}, not in {requested_dtype} as requested")
+        return Considered(None, reason)
     if settings.step_tokens < settings.slots:
         text = f"step_tokens = {settings.step_tokens} is too small for one token from each of"
-        return None, Reason(Cause.forced, f"{text} {settings.slots} slots")
+        return Considered(None, Reason(Cause.forced, f"{text} {settings.slots} slots"))
     if attempt.fits:
-        return attempt, None
+        return Considered(attempt, None)
+    free_bytes = attempt.free_bytes or 0
+    slots_bytes = attempt.kv_bytes + attempt.state_bytes
+    other_bytes = attempt.need_bytes - slots_bytes
+    fitting_slots = (free_bytes - other_bytes) // max(1, slots_bytes // settings.slots)
+    advice = "use a smaller model or format"
+    if fitting_slots > 0:
+        advice = f"{fitting_slots} slots instead of {settings.slots} would fit"
     text = (
         f"{request.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
-        f"{where} ({attempt.memory_text.replace(' + ', ', ')}), "
-        f"{size(attempt.free_bytes or 0)} may be used"
+        f"{where} ({attempt.memory_text.replace(' + ', ', ')}), {size(free_bytes)} may be used; "
+        f"{advice}"
     )
-    slots_bytes = attempt.kv_bytes + attempt.state_bytes
-    room_bytes = (attempt.free_bytes or 0) - attempt.need_bytes + slots_bytes
-    fitting_slots = room_bytes // max(1, slots_bytes // settings.slots)
-    advice = f"{fitting_slots} slots instead of {settings.slots} would fit"
-    text += f"; {advice if fitting_slots > 0 else 'use a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
-    return None if request.check_memory else attempt, Reason(cause, text)
+    return Considered(None if request.check_memory else attempt, Reason(cause, text))
 
 
 def predict(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Attempt:
-    """Return the attempt with this backend on this GPU, or on the CPU if it is None, with its
-    predicted memory. The context must be set.
+    """Return the attempt with this backend on this GPU (None: on the CPU), with its predicted
+    memory. The context must be set.
 
     If the number of slots is not set, a GPU gets as many as fit beside the weights and buffers, at
     most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default.
@@ -407,31 +439,40 @@ def predict(
     except Unsupported as problem:
         raise NoPlacement(str(problem)) from problem
     kv_dtype = spec.kv_dtype(requested.kv_dtype or AUTO, weight_format, device, facts.isa)
-    weights = request.weight_bytes
-    if weights is None and spec.has_weights:
-        weights = format_bytes(model, weight_format)
-    weights = weights or 0
+    file_bytes = request.weight_bytes
+    if file_bytes is None and spec.has_weights:
+        file_bytes = format_bytes(model, weight_format)
+    weight_bytes = file_bytes or 0
     free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
     usable_bytes = None if free_bytes is None else int(free_bytes * USABLE_SHARE)
 
     def with_slots(slots: int) -> Attempt:
         """Return the attempt with this number of slots."""
         settings = msgspec.structs.replace(requested, slots=slots).filled(DEFAULT_SETTINGS[device])
-        context, tokens = settings.context_tokens, settings.pool_tokens
-        if tokens == slots * context or not spec.shares_kv:
-            tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
-        overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, settings)
+        context, kv_tokens = settings.context_tokens, settings.pool_tokens
+        row_tokens = spec.kv_row_tokens(context)
+        if kv_tokens == slots * context or not spec.shares_kv:
+            kv_tokens = slots * row_tokens  # each slot has a row of its own
+        overhead = spec.overhead_on(device)
+        overhead_bytes = overhead.total_bytes(model, weight_format, weight_bytes, settings)
         if gpu is None and spec.extra_bytes is not None:  # matrices of which it keeps two copies
-            overhead += spec.extra_bytes(model, weight_format, facts.isa)
+            overhead_bytes += spec.extra_bytes(model, weight_format, facts.isa)
         if gpu is None and request.memory_by_context and spec.weights == "gguf":
             memory = memory_at(request.memory_by_context, context)
         else:
-            attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
+            # A step attends to all tokens of a pool that the slots share, or to those of a row.
+            attended_tokens = kv_tokens if kv_tokens < slots * context else row_tokens
+            kv_bytes, buffer_bytes = 0, 0
+            if spec.has_weights:
+                kv_bytes = spec.kv_bytes(model, kv_tokens, slots, kv_dtype)
+            if gpu is None:
+                buffer_bytes = spec.buffer_bytes(model, attended_tokens, slots)
+            state_bytes = spec.state_bytes(model, kv_tokens, slots, kv_dtype, request.prefix_reuse)
             memory = EngineMemory(
                 context_tokens=context,
-                kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
-                state_bytes=spec.state_bytes(model, tokens, slots, kv_dtype, request.prefix_reuse),
-                buffer_bytes=spec.buffer_bytes(model, attended, slots) if gpu is None else 0,
+                kv_bytes=kv_bytes,
+                state_bytes=state_bytes,
+                buffer_bytes=buffer_bytes,
             )
         return Attempt(
             device=device,
@@ -440,59 +481,63 @@ def predict(
             settings=msgspec.structs.replace(
                 settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
             ),
-            weight_bytes=weights,
+            weight_bytes=weight_bytes,
             kv_bytes=memory.kv_bytes,
             state_bytes=memory.state_bytes,
             buffer_bytes=memory.buffer_bytes,
-            overhead_bytes=overhead,
+            overhead_bytes=overhead_bytes,
             free_bytes=usable_bytes,
             device_name=facts.cpu_model if gpu is None else gpu.name,
             device_id="" if gpu is None else gpu.uuid or "",
             vendor="" if gpu is None else gpu.vendor,
         )
 
-    slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
     if requested.slots is None and gpu is not None and usable_bytes is not None:
+        # The memory grows with the slots, so the most slots that fit are found by bisection.
         slot_counts = range(1, MAX_GPU_SLOTS + 1)
-        slots = max(
-            1, bisect_right(slot_counts, usable_bytes, key=lambda n: with_slots(n).need_bytes)
+        fitting_slots = bisect_right(
+            slot_counts, usable_bytes, key=lambda slots: with_slots(slots).need_bytes
         )
-    return with_slots(slots)
+        return with_slots(max(1, fitting_slots))
+    return with_slots(requested.slots or DEFAULT_SETTINGS["cpu"].slots)
 
 
 def memory_at(memory_by_context: Sequence[EngineMemory], context: int) -> EngineMemory:
     """Return an engine's memory at this context length (tokens), interpolated or extrapolated
     linearly from its memory at other lengths, which are ascending.
 
-    Caches grow linearly with the context, in blocks of 256 tokens. Buffers are the maximum of
+    Caches grow linearly with the context, in blocks of KV_BLOCK_TOKENS. Buffers are the maximum of
     constant and linear parts, so interpolation never predicts too little.
     """
-    # The first entry that is at least as long as the context.
-    index = next(
-        (
-            position
-            for position, memory in enumerate(memory_by_context)
-            if memory.context_tokens >= context
-        ),
-        len(memory_by_context),
-    )
-    if index < len(memory_by_context) and memory_by_context[index].context_tokens == context:
-        return memory_by_context[index]
-    names = ("kv_bytes", "buffer_bytes")
+    contexts = [memory.context_tokens for memory in memory_by_context]
+    if context in contexts:
+        return memory_by_context[contexts.index(context)]
+    blocks = math.ceil(context / KV_BLOCK_TOKENS)
     if len(memory_by_context) == 1:
         (memory,) = memory_by_context
-        scale = -(-context // 256) / -(-memory.context_tokens // 256)
-        scaled = {name: round(getattr(memory, name) * scale) for name in names}
-        return msgspec.structs.replace(memory, context_tokens=context, **scaled)
-    left = max(0, min(index, len(memory_by_context) - 1) - 1)
-    shorter, longer = memory_by_context[left], memory_by_context[left + 1]
-    padded = -(-context // 256) * 256
-    share = (padded - shorter.context_tokens) / (longer.context_tokens - shorter.context_tokens)
-    ends = {name: (getattr(shorter, name), getattr(longer, name)) for name in names}
-    on_line = {
-        name: max(0, round(low + share * (high - low))) for name, (low, high) in ends.items()
-    }
-    return msgspec.structs.replace(longer, context_tokens=context, **on_line)
+        scale = blocks / math.ceil(memory.context_tokens / KV_BLOCK_TOKENS)
+        return msgspec.structs.replace(
+            memory,
+            context_tokens=context,
+            kv_bytes=round(memory.kv_bytes * scale),
+            buffer_bytes=round(memory.buffer_bytes * scale),
+        )
+    # The neighbors of the context, or the two lengths at the end beyond which it lies.
+    right = min(max(1, bisect_left(contexts, context)), len(contexts) - 1)
+    shorter, longer = memory_by_context[right - 1], memory_by_context[right]
+    padded_context = blocks * KV_BLOCK_TOKENS
+    span_tokens = longer.context_tokens - shorter.context_tokens
+    share = (padded_context - shorter.context_tokens) / span_tokens
+
+    def interpolate(short_bytes: int, long_bytes: int) -> int:
+        return max(0, round(short_bytes + share * (long_bytes - short_bytes)))
+
+    return msgspec.structs.replace(
+        longer,
+        context_tokens=context,
+        kv_bytes=interpolate(shorter.kv_bytes, longer.kv_bytes),
+        buffer_bytes=interpolate(shorter.buffer_bytes, longer.buffer_bytes),
+    )
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
@@ -504,17 +549,19 @@ def default_backend(device: str, weight_format: str | None = None) -> str:
 
 def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
     """Return the backends of a device that have a weight format, in the order of preference, as
-    (backend, format in the backend's spelling). Upper and lower case are distinguished only if that
-    leaves a match."""
-    names = [*DEFAULTS[device], *BACKENDS]
-    matches = [
-        (name, own_format)
-        for name in dict.fromkeys(names)
-        for own_format in BACKENDS[name].formats
-        if device in BACKENDS[name].devices and own_format.lower() == weight_format.lower()
-    ]
-    # For example, BF16 is a GGUF format, and bf16 one of torch.
-    return [pair for pair in matches if pair[1] == weight_format] or matches
+    (backend, format in the backend's spelling).
+
+    If a backend has the format in this spelling, those that spell it otherwise are left out: BF16
+    is a GGUF format, and bf16 one of torch. Otherwise upper and lower case do not matter.
+    """
+    matches: list[tuple[str, str]] = []
+    for name in dict.fromkeys([*DEFAULTS[device], *BACKENDS]):  # each backend once
+        if device in BACKENDS[name].devices:
+            for own_format in BACKENDS[name].formats:
+                if own_format.lower() == weight_format.lower():
+                    matches.append((name, own_format))
+    exact_matches = [match for match in matches if match[1] == weight_format]
+    return exact_matches or matches
 
 
 def narrowed(
@@ -538,19 +585,20 @@ def explain(placement: Placement) -> list[str]:
         f"of {placement.settings.context_tokens} tokens"
     ]
     for number, attempt in enumerate(placement.attempts):
+        prefix = "falls back to " if number > 0 else ""
         free = "unknown" if attempt.free_bytes is None else size(attempt.free_bytes)
+        verdict = "" if attempt.fits else " - does not fit"
         lines.append(
-            f"  {'falls back to ' if number else ''}{attempt.device.upper()} {attempt.backend} "
+            f"  {prefix}{attempt.device.upper()} {attempt.backend} "
             f"({attempt.device_name}): {attempt.memory_text} = {size(attempt.need_bytes)} "
             f"({attempt.settings.pool_tokens} KV tokens, {attempt.settings.kv_dtype}); "
-            f"may use {free}{'' if attempt.fits else ' - does not fit'}"
+            f"may use {free}{verdict}"
         )
     if placement.device == "gpu" and len(placement.attempts) == 1:
         lines.append(f"  no fallback: {_why_no_fallback(placement)}")
-    lines += [
-        f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}"
-        for reason in placement.reasons
-    ]
+    for reason in placement.reasons:
+        label = "because" if reason.cause is None else reason.cause.value
+        lines.append(f"  {label}: {reason.text}")
     return lines
 
 

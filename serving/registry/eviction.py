@@ -1,13 +1,13 @@
 """Which idle models are evicted so that another one fits. Pure: numbers in, a choice out.
 
-Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.place).
+Memory is counted by place: "cpu" for RAM, a GPU's UUID for the memory of that GPU (Attempt.place).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from crossover.models import formatting
 from crossover.serving.errors import NoRoom
@@ -37,49 +37,60 @@ class Resident(Protocol):
     def is_busy(self) -> bool: ...
 
 
-def make_room(
+class Eviction(NamedTuple):
+    """The option that was chosen, as its index, and the name of the model to evict for it first;
+    None: it fits already."""
+
+    option: int
+    evicted_name: str | None
+
+
+def choose_eviction(
     options: Sequence[BytesByPlace],
     residents: Sequence[Resident],
     free_bytes: Mapping[str, int | None],
-) -> tuple[int, str | None]:
-    """Return the index of the first of `options` that can be had, and the model to evict for it:
-    the least recently used that frees memory where some is missing, or None if it fits already.
+) -> Eviction:
+    """Return the first option that fits once idle models are evicted, and the model to evict: the
+    least recently used one that has memory in a place where some is missing.
 
-    `options`: bytes needed in each place, in the placement's order (GPU first). The first option
-    is preferred even if models must be evicted for it. `free_bytes`: None where the device does
-    not report it. Raises NoRoom if busy models are in the way, NoPlacement if no option would fit
-    even without other models.
+    `options`: the bytes needed in each place, best first. The first option is preferred even if
+    models must be evicted for it. `free_bytes`: by place; None: the device does not report it.
+    Raises NoRoom if busy models are in the way, NoPlacement if no option would fit even without
+    other models.
     """
 
-    def places_short(needed: BytesByPlace, evicted: Sequence[Resident] = ()) -> list[str]:
+    def find_shortages(needed: BytesByPlace, evicted: Sequence[Resident] = ()) -> list[str]:
         """Return the places that lack memory for `needed` after these evictions."""
-        short = []
+        short_places = []
         for place, needed_bytes in needed.items():
             free = free_bytes.get(place)
             freed = sum(resident.predicted_bytes.get(place, 0) for resident in evicted)
             if free is not None and free + freed < needed_bytes:
-                short.append(place)
-        return short
+                short_places.append(place)
+        return short_places
 
     idle = [resident for resident in residents if not resident.is_busy]
     idle.sort(key=lambda resident: resident.last_used_at)
     for index, needed in enumerate(options):
-        short = places_short(needed)
-        if not places_short(needed, idle):
-            for resident in idle:
-                if any(resident.predicted_bytes.get(place) for place in short):
-                    return index, resident.served_name
-            return index, None
-    shortages = "; ".join(
-        f"{formatting.size(needed[place])} needed on the {'CPU' if place == 'cpu' else 'GPU'}, "
-        f"{formatting.size(max(0, free_bytes[place] or 0))} may be used"
-        for needed in options
-        for place in places_short(needed)
-    )
-    if all(places_short(needed, residents) for needed in options):
-        raise NoPlacement(f"it would not fit even without other models: {shortages}")
+        if find_shortages(needed, evicted=idle):
+            continue
+        short_places = find_shortages(needed)
+        for resident in idle:
+            if any(resident.predicted_bytes.get(place) for place in short_places):
+                return Eviction(index, resident.served_name)
+        return Eviction(index, None)
+    shortages = []
+    for needed in options:
+        for place in find_shortages(needed):
+            device = "CPU" if place == "cpu" else "GPU"
+            needed_text = formatting.size(needed[place])
+            free_text = formatting.size(max(0, free_bytes[place] or 0))
+            shortages.append(f"{needed_text} needed on the {device}, {free_text} may be used")
+    shortages_text = "; ".join(shortages)
+    if all(find_shortages(needed, evicted=residents) for needed in options):
+        raise NoPlacement(f"it would not fit even without other models: {shortages_text}")
     busy = ", ".join(resident.served_name for resident in residents if resident.is_busy)
-    raise NoRoom(f"{shortages}, while {busy} are busy")
+    raise NoRoom(f"{shortages_text}, while {busy} are busy")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
@@ -93,21 +104,23 @@ def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bytes_free(
     attempts: Sequence[Attempt], residents: Sequence[Resident], limit_bytes: int | None
 ) -> dict[str, int | None]:
-    """Return the bytes, by place, that a new engine may use. `limit_bytes`: RAM for all engines.
+    """Return the bytes that a new engine may use, by place; None: the device does not report it.
 
-    What a resident was predicted to take and has not taken yet is not free, because KV caches fill
-    as they are used.
+    RAM that a resident is predicted to take, but has not taken yet, is reserved for it, because KV
+    caches fill as they are used. `limit_bytes`: RAM that all engines may use together; None: all
+    that is free.
     """
     free = {attempt.place: attempt.free_bytes for attempt in attempts}
-    in_ram = [resident for resident in residents if "cpu" in resident.predicted_bytes]
-    unreserved = free.get("cpu")
-    if unreserved is not None:
-        predicted = [resident.predicted_bytes["cpu"] for resident in in_ram]
-        measured = [resident.measured_bytes for resident in in_ram]
-        unreserved -= sum(
-            max(0, total - resident) for total, resident in zip(predicted, measured, strict=True)
-        )
-        if limit_bytes is not None:
-            unreserved = min(unreserved, limit_bytes - sum(predicted))
-        free["cpu"] = unreserved
+    free_ram = free.get("cpu")
+    if free_ram is None:
+        return free
+    predicted_ram = 0
+    for resident in residents:
+        if "cpu" in resident.predicted_bytes:
+            predicted = resident.predicted_bytes["cpu"]
+            predicted_ram += predicted
+            free_ram -= max(0, predicted - resident.measured_bytes)
+    if limit_bytes is not None:
+        free_ram = min(free_ram, limit_bytes - predicted_ram)
+    free["cpu"] = free_ram
     return free

@@ -22,24 +22,24 @@ from crossover.serving.placement.placement_policy import (
     Reason,
     narrowed,
 )
-from crossover.serving.registry.eviction import bytes_by_place, bytes_free, make_room
+from crossover.serving.registry.eviction import bytes_by_place, bytes_free, choose_eviction
 from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.supervisor.engine_supervisor import Background
 
-UNLOADED_STATES = (EngineState.unloaded, EngineState.draining)  # or soon
-# An upper bound of the time until an engine of the CPU is ready: Python and its libraries, then
-# its weights at the speed of a slow disk.
+UNLOADED_STATES = (EngineState.unloaded, EngineState.draining)  # unloaded, or about to be
+# Assumptions of `estimate_load_seconds`, on the safe side: the start of Python and its libraries,
+# and the speed of a slow disk.
 ENGINE_START_SECONDS = 2.0
 LOAD_BYTES_PER_SECOND = 1e9
 
 
 class RegistryLimits(msgspec.Struct, frozen=True):
-    """`memory_bytes`: RAM of all engines together; None: what the machine has free."""
+    """Limits of a server with several models."""
 
-    memory_bytes: int | None = None
-    load_wait_seconds: float = 60.0  # that a request waits for its model
-    drain_seconds: float = 60.0  # of an unload
+    memory_bytes: int | None = None  # RAM of all engines together; None: what the machine has free
+    load_wait_seconds: float = 60.0  # how long a request waits until its model is loaded
+    drain_seconds: float = 60.0  # how long running requests may go on when a model is unloaded
 
 
 def load_cancelled(model: ServedModel) -> Unavailable:
@@ -52,7 +52,7 @@ def load_cancelled(model: ServedModel) -> Unavailable:
 
 
 class ModelLoader:
-    """See the module's docstring. `models`: those of the registry, which adds to them."""
+    """See the module's docstring. `models`: the registry's own mapping, to which it adds models."""
 
     def __init__(
         self, machine: Machine, limits: RegistryLimits, models: Mapping[str, ServedModel]
@@ -62,11 +62,12 @@ class ModelLoader:
         self.models = models
         self.is_stopping = False
         self._load_lock = asyncio.Lock()
-        self._background = Background()  # the error of a load is for those who wait for it
+        # Errors of these tasks are raised where a load is waited for, and nowhere else.
+        self._background = Background()
 
     def start(self) -> None:
         """Start loading the models with load = "start", in order; return immediately."""
-        self._background.keep(self._watch())
+        self._background.keep(self._unload_idle_and_retry())
         for model in self.models.values():
             if model.prepared.model.load == "start":
                 self.load_soon(model, may_evict=False)
@@ -84,8 +85,10 @@ class ModelLoader:
     # Loading.
 
     async def load(self, model: ServedModel) -> None:
-        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed, and
-        Unavailable if an unload cancels it."""
+        """Load a model now, as an administrator asked, and let requests load it again.
+
+        Raises NoRoom, NoPlacement, LoadFailed, and Unavailable if an unload cancels the load.
+        """
         model.on_demand = True
         load = self.load_soon(model)
         try:
@@ -96,19 +99,22 @@ class ModelLoader:
             raise
 
     def load_soon(self, model: ServedModel, may_evict: bool = True) -> asyncio.Task[None]:
-        """Return the task that loads this model, which is started unless it exists already."""
+        """Return the task that loads this model; a new one if there is none. `may_evict`: idle
+        models may be unloaded for it."""
         if model.load is None:
             model.load = self._background.keep(self._load(model, may_evict))
-            # A callback, because a task that is cancelled before its first step runs no code of its
-            # own.
+            # Not at the end of _load: a task that is cancelled before its first step runs no code.
             model.load.add_done_callback(lambda _: setattr(model, "load", None))
         return model.load
 
     def _cancel_load(self, model: ServedModel) -> bool:
-        """Cancel a load that has not started; one whose engine runs ends with the engine."""
+        """Cancel a load whose engine has not been started; otherwise it ends with the engine.
+        Return whether it was canceled."""
         return model.load is not None and not model.supervisor.pids and model.load.cancel()
 
     async def _load(self, model: ServedModel, may_evict: bool) -> None:
+        """Load a model after the loads that were requested before it. The errors are those of
+        `load`."""
         supervisor = model.supervisor
         try:
             async with self._load_lock:
@@ -129,9 +135,9 @@ class ModelLoader:
         except NoRoom as problem:
             supervisor.rest(EngineState.unloaded, str(problem))
             raise
-        except Unavailable:  # the load was cancelled
+        except Unavailable:  # the load was canceled
             raise
-        except Exception as problem:  # whatever it is, this model did not load
+        except Exception as problem:
             model.metrics.loads["failed"] += 1
             has_no_engine = supervisor.state in (
                 EngineState.unloaded,
@@ -147,8 +153,9 @@ class ModelLoader:
         then its fallbacks. Raises NoRoom, NoPlacement."""
         prepared = model.prepared
         check_memory = prepared.request.check_memory
+        # Placement does not know which models can be evicted, so memory is checked here.
         request = msgspec.structs.replace(prepared.request, check_memory=False)
-        engine_count = 2 if prepared.model.standby == "warm" else 1
+        engines_at_once = 2 if prepared.model.standby == "warm" else 1
         evicted: list[str] = []
         while True:
             facts = await asyncio.to_thread(self.machine.facts)
@@ -159,51 +166,55 @@ class ModelLoader:
             if not attempts:
                 why = "; ".join(reason.text for reason in placement.reasons)
                 raise NoPlacement(f"it can no longer run anywhere: {why}")
-            residents = self._residents_beside(model)
+            residents = self._other_residents(model)
             memory_limit = self.limits.memory_bytes
             free = bytes_free(attempts, residents, memory_limit) if check_memory else {}
             options = [
-                bytes_by_place(attempts[index : index + engine_count])
+                bytes_by_place(attempts[index : index + engines_at_once])
                 for index in range(len(attempts))
             ]
-            option, name_to_evict = make_room(options, residents, free)
+            option, name_to_evict = choose_eviction(options, residents, free)
             if name_to_evict is None:
-                first, *later = attempts[option:]
-                later = [attempt for attempt in later if attempt.fits or not check_memory]
-                text = f"unloaded {', '.join(evicted)}, least recently used, to make room"
-                reason = Reason(None, text) if evicted else None
-                return narrowed(placement, (first, *later), reason)
+                chosen, *fallbacks = attempts[option:]
+                if check_memory:
+                    fallbacks = [attempt for attempt in fallbacks if attempt.fits]
+                reason = None
+                if evicted:
+                    text = f"unloaded {', '.join(evicted)}, least recently used, to make room"
+                    reason = Reason(None, text)
+                return narrowed(placement, (chosen, *fallbacks), reason)
             if not may_evict:
                 raise NoRoom(
                     f"there is no room beside {name_to_evict}; it is loaded at its first request"
                 )
             evicted.append(name_to_evict)
-            # Shielded: an unload that has begun is finished even if this load is cancelled.
-            unload = self._unload(
-                self.models[name_to_evict], f"to make room for {model.served_name}", "evicted"
-            )
+            why = f"to make room for {model.served_name}"
+            unload = self._unload(self.models[name_to_evict], why, "evicted")
+            # An unload that has begun is finished even if this load is canceled.
             await asyncio.shield(self._background.keep(unload))
 
-    def _residents_beside(self, model: ServedModel) -> list[ServedModel]:
+    def _other_residents(self, model: ServedModel) -> list[ServedModel]:
         """Return the other models that have engine processes."""
         return [
             other for other in self.models.values() if other is not model and other.supervisor.pids
         ]
 
     def estimate_load_seconds(self, model: ServedModel, config: EngineConfig) -> float | None:
-        """Return an upper bound of the seconds until this engine of the CPU is ready; None if it
-        has no memory now."""
-        for attempt in model.placement.attempts:
-            if (attempt.backend, attempt.device) == (config.backend, config.device):
-                break
-        else:
+        """Return an upper bound of the seconds until this engine of the CPU is ready; None: it does
+        not fit in memory now."""
+        matching = [
+            attempt
+            for attempt in model.placement.attempts
+            if (attempt.backend, attempt.device) == (config.backend, config.device)
+        ]
+        if not matching:
             return None
-        free_bytes = int(available_bytes() * USABLE_SHARE)
-        attempt = msgspec.structs.replace(attempt, free_bytes=free_bytes)
-        residents = self._residents_beside(model)
+        usable_bytes = int(available_bytes() * USABLE_SHARE)
+        attempt = msgspec.structs.replace(matching[0], free_bytes=usable_bytes)
+        residents = self._other_residents(model)
         free = bytes_free([attempt], residents, self.limits.memory_bytes)[attempt.place]
-        is_checked = model.prepared.request.check_memory
-        if is_checked and free is not None and attempt.need_bytes > free:
+        fits = free is None or attempt.need_bytes <= free
+        if model.prepared.request.check_memory and not fits:
             return None
         return ENGINE_START_SECONDS + attempt.weight_bytes / LOAD_BYTES_PER_SECOND
 
@@ -219,6 +230,8 @@ class ModelLoader:
     async def _unload(
         self, model: ServedModel, reason: str, metric_label: str, drain: bool = True
     ) -> int:
+        """Stop a model's engines and return how many sequences that aborted. `reason`: for the log.
+        `metric_label`: the reason in crossover_model_unloads."""
         if model.supervisor.state == EngineState.unloaded:
             model.supervisor.rest(EngineState.unloaded, reason)
             return 0
@@ -226,17 +239,22 @@ class ModelLoader:
         model.metrics.unloads[metric_label] += 1
         return aborted
 
-    async def _watch(self) -> None:
-        """Unload idle models; after a pause, reload those whose engines kept dying."""
+    async def _unload_idle_and_retry(self) -> None:
+        """Unload models that have been idle for long enough, and load models again whose engines
+        kept dying. Runs until it is cancelled."""
         while True:
             models = list(self.models.values())
-            idle_limits = [model.prepared.model.idle_unload_seconds for model in models]
-            periods = [limit / 5 for limit in idle_limits if limit is not None]
-            await asyncio.sleep(min([1.0, *periods]))
-            for model, idle_limit in zip(models, idle_limits, strict=True):
-                if model.is_retry_due and model.metrics.loads["ready"]:
+            limits = [model.prepared.model.idle_unload_seconds for model in models]
+            # Once a second, or more often if a limit is so short that it would be missed by much.
+            intervals = [limit / 5 for limit in limits if limit is not None]
+            await asyncio.sleep(min([1.0, *intervals]))
+            for model in models:
+                has_served = model.metrics.loads["ready"] > 0
+                if model.is_retry_due and has_served:
                     self.load_soon(model, may_evict=False)
+                idle_limit = model.prepared.model.idle_unload_seconds
+                if idle_limit is None or model.is_busy:
+                    continue
                 idle_seconds = time.monotonic() - model.last_used_at
-                is_idle = model.supervisor.state == EngineState.ready and not model.is_busy
-                if idle_limit is not None and is_idle and idle_seconds >= idle_limit:
+                if model.supervisor.state == EngineState.ready and idle_seconds >= idle_limit:
                     await self._unload(model, f"idle for {idle_seconds:.0f} s", "idle")

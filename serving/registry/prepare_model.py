@@ -6,8 +6,8 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache as once
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,23 +52,20 @@ from crossover.serving.placement.placement_policy import (
     Placement,
     PlacementRequest,
     Reason,
-    in_context,
     narrowed,
     plan,
+    with_context,
 )
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be loaded: the files of every engine that may run it exist.
-
-    `request`: the request with backend, format and context decided, so that a later placement is
-    the same.
-    """
+    """A model that can be loaded: the files of every engine that may run it exist."""
 
     name: str
     model: ModelOptions
+    # With backend, format and context decided, so that a later placement is the same.
     request: PlacementRequest
     placement: Placement
     split: CoreSplit
@@ -77,7 +74,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokenizer_path(self) -> str:
-        return next((one.tokenizer_path for one in self.files.values() if one.tokenizer_path), "")
+        """The tokenizer of the first engine that has one; "": none has."""
+        for resolved in self.files.values():
+            if resolved.tokenizer_path:
+                return resolved.tokenizer_path
+        return ""
 
     @property
     def configs(self) -> tuple[EngineConfig, ...]:
@@ -86,31 +87,34 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
         """Return the configurations for a placement, possibly a later one on another GPU."""
-        kv_dtype = self.model.kv_dtype or AUTO  # what a backend holds is predicted, not asked for
-        return tuple(
-            EngineConfig(
-                backend=attempt.backend,
-                model_path=files.path,
-                model_name=self.name,
-                weight_format=files.weight_format,
-                tokenizer_path=files.tokenizer_path,
-                device=attempt.device,
-                device_id=attempt.device_id,
-                device_vendor=attempt.vendor,
-                settings=msgspec.structs.replace(attempt.settings, kv_dtype=kv_dtype),
-                prefix_reuse=self.model.prefix_reuse,
-                threads=self.split.threads,
-                cores=self.split.engine,
-                nice=self.split.nice if attempt.device == "cpu" else 0,  # a GPU waits for its host
-                options=self.options[attempt.backend],
-            )
-            for attempt in placement.attempts
-            for files in (self.files[attempt.backend],)
+        return tuple(self._config_of(attempt) for attempt in placement.attempts)
+
+    def _config_of(self, attempt: Attempt) -> EngineConfig:
+        files = self.files[attempt.backend]
+        # Not the attempt's KV type: that is a prediction of what the backend chooses.
+        kv_dtype = self.model.kv_dtype or AUTO
+        return EngineConfig(
+            backend=attempt.backend,
+            model_path=files.path,
+            model_name=self.name,
+            weight_format=files.weight_format,
+            tokenizer_path=files.tokenizer_path,
+            device=attempt.device,
+            device_id=attempt.device_id,
+            device_vendor=attempt.vendor,
+            settings=msgspec.structs.replace(attempt.settings, kv_dtype=kv_dtype),
+            prefix_reuse=self.model.prefix_reuse,
+            threads=self.split.threads,
+            cores=self.split.engine,
+            # A GPU waits while its host process does not run, so that one keeps its priority.
+            nice=self.split.nice if attempt.device == "cpu" else 0,
+            options=self.options[attempt.backend],
         )
 
 
 class Machine:
-    """The machine as placement needs it. `say` and `progress` report to a person."""
+    """The machine as placement needs it. `cache`: the folder for weights; None: the default one.
+    `say` and `progress` report to a person."""
 
     def __init__(
         self,
@@ -123,31 +127,41 @@ class Machine:
         self.say = say
         self.progress = progress
         self._api_cores = api_cores
-        self._allowed = allowed_cores()
-        self._probed = once(probe_backend)  # it takes seconds
+        self._allowed_cores = allowed_cores()
+        self._probe = functools.cache(probe_backend)  # a probe takes seconds
 
     def facts(self) -> HardwareFacts:
-        """Return the current facts, since free memory changes. Cores are those from before this
-        process was pinned. Without an NVIDIA GPU, one that a backend's build can use is listed."""
-        facts = msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
+        """Return the current facts, since free memory changes. The allowed cores are those from
+        before this process was pinned.
+
+        Without an NVIDIA GPU, the GPUs are those that the backends say they can use.
+        """
+        facts = msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed_cores)
         if facts.gpus or facts.gpu_cause != Cause.no_device or not render_nodes():
             return facts
-        # A torch without ROCm cannot use it, and takes seconds to report that.
-        names = [name for name in DEFAULTS["gpu"] if name != "torch" or "rocm" in version("torch")]
-        gpus = tuple(
-            GpuFacts(answer.gpu_note or "a GPU", answer.gpu_vendor)
-            for answer in map(self._probed, names)
-            if answer.gpu and answer.gpu_vendor is not None
-        )
-        return msgspec.structs.replace(facts, gpus=gpus)
+        gpus: list[GpuFacts] = []
+        for name in DEFAULTS["gpu"]:
+            if name == "torch" and "rocm" not in version("torch"):
+                continue  # it cannot use such a GPU, and takes seconds to report that
+            probe = self._probe(name)
+            if probe.gpu and probe.gpu_vendor is not None:
+                gpus.append(GpuFacts(probe.gpu_note or "a GPU", probe.gpu_vendor))
+        return msgspec.structs.replace(facts, gpus=tuple(gpus))
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
-        """Return the cores of an engine with these options and of the HTTP process."""
-        requested_cores = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
-        return split_cores(self._allowed, *requested_cores, threads, quota=cgroup_cores())
+        """Return the cores of an engine with these options and of the HTTP process. Raises
+        ServingError."""
+        return split_cores(
+            self._allowed_cores,
+            parse_cores(cores, "--cores"),
+            parse_cores(self._api_cores, "--api-cores"),
+            threads,
+            quota=cgroup_cores(),
+        )
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
-        """Return the backends that cannot run or cannot use the GPU, by probes in subprocesses."""
+        """Return the backends that cannot run or cannot use the GPU. Those that the request may put
+        on the GPU are probed, in subprocesses."""
         names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
         if request.policy is Policy.cpu_only:
             names = ()
@@ -156,15 +170,18 @@ class Machine:
     def gpu_troubles(
         self, names: Iterable[str], facts: HardwareFacts
     ) -> dict[str, tuple[Cause, str]]:
-        """Return which of these backends cannot use the GPU of this machine, and why."""
+        """Return the cause and the reason for each of these backends that cannot use the GPU of
+        this machine. Empty without a GPU."""
         troubles: dict[str, tuple[Cause, str]] = {}
-        for name in names if facts.gpus else ():
+        if not facts.gpus:
+            return troubles
+        for name in names:
             if spec_of(name).probe is None:
                 continue
-            answer = self._probed(name)
-            if not answer.gpu:
-                cause = Cause(answer.gpu_cause or Cause.backend_missing)
-                troubles[name] = cause, answer.gpu_note or answer.problem or "it gives no reason"
+            probe = self._probe(name)
+            if not probe.gpu:
+                cause = Cause(probe.gpu_cause or Cause.backend_missing)
+                troubles[name] = cause, probe.gpu_note or probe.problem or "it gives no reason"
         return troubles
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
@@ -172,13 +189,16 @@ class Machine:
         return plan(request, facts, self.obstacles(request, facts))
 
     def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
-        """Return a model's files for a backend, after making or fetching them if needed."""
-        kind, format_name = weights_of(backend, weight_format)
-        requested_format = (format_name or None) if weight_format else None
+        """Return a model's files for a backend, after making or fetching them if needed.
+
+        `weight_format`: None: the one that the model's files have, or else the backend's default.
+        Raises ModelError.
+        """
+        kind, file_format = weights_of(backend, weight_format)
         return resolve(
             source,
             kind=kind,
-            weight_format=requested_format,
+            weight_format=file_format if weight_format and file_format else None,
             cache=self.cache,
             progress=self.progress,
         )
@@ -195,10 +215,12 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     split = machine.split(model.cores, model.threads)
     placement = machine.place(request, facts)
     if placement.device == "gpu":
-        request = with_known_fallback(model, request, split, machine, facts)
+        request = with_measured_fallbacks(model, request, split, machine, facts)
         placement = machine.place(request, facts)
-    request = in_context(request, placement.settings.context_tokens)
-    choice = best_for(model, request, split, machine, facts) if placement.device == "cpu" else None
+    request = with_context(request, placement.settings.context_tokens)
+    choice = None
+    if placement.device == "cpu":
+        choice = choose_engine(model, request, split, machine, facts)
     if choice is not None:
         request = msgspec.structs.replace(
             request, backend=choice.backend, weight_format=choice.weight_format
@@ -207,26 +229,28 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
         if choice.threads is not None:
             split = machine.split(model.cores, choice.threads)
-    options = options_by_backend(model.options, [attempt.backend for attempt in placement.attempts])
+    backends = [attempt.backend for attempt in placement.attempts]
+    options = options_by_backend(model.options, backends)  # checked before weights are made
     files, placement = files_of_engines(model, placement, machine)
+    for backend, resolved in files.items():
+        if not resolved.path:  # an engine without weights learns the vocabulary from its options
+            options[backend].setdefault("vocabulary", request.model.vocabulary)
     prepared = Prepared(
         name=model.name or request.model.name,
         model=model,
         request=request,
         placement=placement,
         split=split,
-        options=options,  # checked before weights are made
+        options=options,
         files=files,
     )
-    for backend, attempt in prepared.files.items():
-        if not attempt.path:
-            options[backend].setdefault("vocabulary", request.model.vocabulary)
-    path = Path(prepared.tokenizer_path)
-    is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
-    if not is_ours and request.model.name != "fake":
-        # An untrusted tokenizer is tried in another process before it is loaded in this one.
-        try_tokenizer(path)
-    if any(attempt.synthetic and attempt.path for attempt in prepared.files.values()):
+    tokenizer_path = Path(prepared.tokenizer_path)
+    # A tokenizer that was not made here is loaded in another process first, since it may be broken.
+    folders = (tokenizer_path, tokenizer_path.parent)
+    is_made_here = any(read_manifest(folder) is not None for folder in folders)
+    if not is_made_here and request.model.name != "fake":
+        try_tokenizer(tokenizer_path)
+    if any(resolved.synthetic and resolved.path for resolved in files.values()):
         machine.say(
             f"{request.model.name} has random weights: speed and memory are those of the real "
             "model, but its text is noise"
@@ -237,8 +261,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
 def files_of_engines(
     model: ModelOptions, placement: Placement, machine: Machine
 ) -> tuple[dict[str, ResolvedModel], Placement]:
-    """Return the files of every engine, by backend, and the placement without engines that have no
-    files: a fallback without weights must not keep the GPU from serving.
+    """Return the files of every engine, by backend, and the placement without the engines that have
+    no files: a fallback without weights must not keep the GPU from serving.
 
     Raises ModelError if the first engine has no files.
     """
@@ -246,33 +270,33 @@ def files_of_engines(
     attempts: list[Attempt] = []
     reason = None
     for attempt in placement.attempts:
-        if attempt.backend not in files:
-            try:
-                files[attempt.backend] = machine.files_of(
-                    model.source, attempt.backend, attempt.weight_format
-                )
-            except ModelError as problem:
-                if not attempts:
-                    raise
-                text = (
-                    f"no fallback to {attempt.backend} on the CPU: its weights are not available: "
-                )
-                reason = Reason(Cause.load_failed, f"{text}{problem}")
-                continue
-        attempts.append(attempt)
+        backend = attempt.backend
+        try:
+            if backend not in files:
+                files[backend] = machine.files_of(model.source, backend, attempt.weight_format)
+        except ModelError as problem:
+            if not attempts:
+                raise
+            text = f"no fallback to {backend} on the CPU: its weights are not available: {problem}"
+            reason = Reason(Cause.load_failed, text)
+        else:
+            attempts.append(attempt)
     return files, narrowed(placement, tuple(attempts), reason)
 
 
-def with_known_fallback(
+def with_measured_fallbacks(
     model: ModelOptions,
     request: PlacementRequest,
     split: CoreSplit,
     machine: Machine,
     facts: HardwareFacts,
 ) -> PlacementRequest:
-    """Return the request with the CPU's backends in the order of their capacities, as far as their
-    step times are saved. Nothing is measured for a fallback."""
-    question = question_of(model, request, split, machine)
+    """Return the request with the backends to fall back to on the CPU, best first.
+
+    Those whose step times were saved come first, by capacity. Nothing is measured here, since the
+    GPU will serve.
+    """
+    question = engine_question(model, request, split, machine)
     if question is None or model.weight_format:
         return request
     saved_only = msgspec.structs.replace(question, may_measure=False, are_threads_open=False)
@@ -280,13 +304,14 @@ def with_known_fallback(
         choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons
         return request
-    measured = [candidate for candidate in rank(choice.candidates, request.model) if candidate.rate]
-    order: list[tuple[str, str | None]] = [
-        (candidate.backend, candidate.weight_format) for candidate in measured
-    ]
-    measured_backends = {candidate.backend for candidate in measured}
-    order += [(name, None) for name in DEFAULTS["cpu"] if name not in measured_backends]
-    return msgspec.structs.replace(request, cpu_backends=tuple(order))
+    ranking: list[tuple[str, str | None]] = []  # (backend, weight format; None: its default)
+    measured_backends: set[str] = set()
+    for candidate in rank(choice.candidates, request.model):
+        if candidate.rate:
+            ranking.append((candidate.backend, candidate.weight_format))
+            measured_backends.add(candidate.backend)
+    ranking += [(name, None) for name in DEFAULTS["cpu"] if name not in measured_backends]
+    return msgspec.structs.replace(request, cpu_backends=tuple(ranking))
 
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
@@ -298,7 +323,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     if is_ladder_model(model.source):
         spec = ladder_model(model.source).spec
     elif shape is not None and find_local(model.source) is None:
-        # Its file is written later, once placement knows that the memory suffices.
+        # Its file is made later, once placement has decided that it fits in memory.
         spec = shape.spec
         backend = backend or backend_for("gguf")
         weight_format = weight_format or SHAPES[spec.name].formats[0]
@@ -306,8 +331,8 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
             backend = model.source
         if backend is None:
-            is_gpu = model.policy is not Policy.cpu_only and bool(machine.facts().gpus)
-            backend = usual_backend(identify(model.source), is_gpu)
+            has_gpu = model.policy is not Policy.cpu_only and bool(machine.facts().gpus)
+            backend = usual_backend(identify(model.source), has_gpu)
         files = machine.files_of(model.source, backend, weight_format)
         spec, weight_format, path = files.spec, files.weight_format or None, Path(files.path)
         if path.suffix == ".onnx":
@@ -339,7 +364,7 @@ def usual_backend(model: ModelIdentity, has_gpu: bool) -> str:
     return backend_for(model.kind)
 
 
-def best_for(
+def choose_engine(
     model: ModelOptions,
     request: PlacementRequest,
     split: CoreSplit,
@@ -348,19 +373,22 @@ def best_for(
 ) -> EngineChoice | None:
     """Return the best CPU engine for a ladder model; None if the user named a backend, or turned
     the choice off."""
-    question = question_of(model, request, split, machine)
+    question = engine_question(model, request, split, machine)
     if question is None:
         return None
     return fastest_backend(question, facts, machine.say, machine.progress)
 
 
-def question_of(
+def engine_question(
     model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
 ) -> EngineQuestion | None:
-    """Return the question of which CPU engine serves this ladder model best; None if the user named
-    a backend, set backend options or turned the choice off, and for other models."""
-    has_choice = model.backend is None and not model.options and is_ladder_model(model.source)
-    if not (model.calibration and has_choice):
+    """Return the question of which CPU engine serves this ladder model best.
+
+    None: the model is none of the ladder, or the user named a backend, set options of a backend or
+    turned the choice off.
+    """
+    has_set_backend = model.backend is not None or bool(model.options)
+    if has_set_backend or not model.calibration or not is_ladder_model(model.source):
         return None
     return EngineQuestion(
         source=model.source,
@@ -381,7 +409,7 @@ def default_workload(settings: SchedulerSettings) -> Workload:
     prompt, output = DEFAULT_WORKLOAD.limits
     if prompt + output <= max_tokens:
         return DEFAULT_WORKLOAD
-    prompt_tokens = max(1, max_tokens * 4 // 5)
+    prompt_tokens = max(1, max_tokens * 4 // 5)  # prompts are usually longer than answers
     return msgspec.structs.replace(
         DEFAULT_WORKLOAD,
         max_prompt_tokens=prompt_tokens,
@@ -397,14 +425,17 @@ def options_by_backend(
     Raises Unsupported for an option that none of them supports, so that the mistake shows now and
     not when a fallback starts.
     """
-    options_of = {name: spec_of(name).options for name in backends}  # None: any
+    by_backend: dict[str, dict[str, Any]] = {}
+    for backend in backends:
+        supported = spec_of(backend).options  # None: not known before the backend is loaded
+        by_backend[backend] = {
+            key: value for key, value in values.items() if supported is None or key in supported
+        }
     for key in values:
-        if not any(names is None or key in names for names in options_of.values()):
+        if not any(key in options for options in by_backend.values()):
             listing = "; ".join(
-                f"{name} has {', '.join(names or ())}" for name, names in options_of.items()
+                f"{backend} has {', '.join(spec_of(backend).options or ())}"
+                for backend in by_backend
             )
             raise Unsupported(f"No engine here has the option {key!r}: {listing}", key)
-    return {
-        backend: {key: value for key, value in values.items() if names is None or key in names}
-        for backend, names in options_of.items()
-    }
+    return by_backend

@@ -3,8 +3,8 @@
     registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
     registry.add_prepared(prepared)                   # each of them
     await registry.start()                            # loads in order, returns at once
-    model = await registry.acquire("smollm2-135m")    # a request: load it, keep it loaded
-    model.release()
+    model = await registry.acquire("smollm2-135m")    # a request: load the model, keep it loaded
+    model.release()                                   # the request has ended
 
 Each model has one Supervisor. A model that was unloaded because it was idle, or for another model,
 is loaded again by its next request. One that an administrator unloaded stays unloaded until an
@@ -120,29 +120,37 @@ class Registry:
         """Wait until this model serves, loading it if allowed, and keep it loaded until it is
         released. Raises Unavailable."""
         model = self.models[name]
-        until = time.monotonic() + self.limits.load_wait_seconds
-        while not self.loader.is_stopping:
-            state = model.supervisor.state
-            final_states = [EngineState.ready, EngineState.restarting]
-            if model.prepared.model.load == "start" and not model.metrics.loads["ready"]:
-                # A request does not wait for the load at the server's start.
-                final_states.append(EngineState.loading)
-            if state in final_states:
-                break
-            if model.load is None:
-                if state in UNLOADED_STATES and not model.on_demand:
-                    text = f"The model {name!r} was unloaded by an administrator."
-                    raise Unavailable(text, 30.0, "unloaded")
-                if state not in UNLOADED_STATES and not model.is_retry_due:
-                    break
-            await self._wait_for_load(model, self.loader.load_soon(model), until)
+        deadline = time.monotonic() + self.limits.load_wait_seconds
+        while not self.loader.is_stopping and self._needs_load(model):
+            await self._wait_for_load(model, self.loader.load_soon(model), deadline)
         model.acquire()
-        return model  # its engine_limits raise the reason if it does not serve
+        return model  # if it does not serve, engine_limits() raises the reason
+
+    def _needs_load(self, model: ServedModel) -> bool:
+        """Return whether a request has to wait until this model is loaded. Raises Unavailable if
+        requests may not load it."""
+        state = model.supervisor.state
+        if state in (EngineState.ready, EngineState.restarting):
+            return False
+        is_first_load = not model.metrics.loads["ready"]
+        if state == EngineState.loading and is_first_load and model.prepared.model.load == "start":
+            return False  # while the server starts, requests are refused instead of kept waiting
+        if model.load is not None:
+            return True
+        if state not in UNLOADED_STATES:
+            return model.is_retry_due
+        if not model.on_demand:
+            text = f"The model {model.served_name!r} was unloaded by an administrator."
+            raise Unavailable(text, 30.0, "unloaded")
+        return True
 
     async def _wait_for_load(
-        self, model: ServedModel, load: asyncio.Task[None], until: float
+        self, model: ServedModel, load: asyncio.Task[None], deadline: float
     ) -> None:
-        done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
+        """Wait until the load has ended. `deadline`: by time.monotonic(). Raises Unavailable if it
+        failed or took too long."""
+        seconds_left = max(0.0, deadline - time.monotonic())
+        done, _ = await asyncio.wait({load}, timeout=seconds_left)
         name = f"the model {model.served_name!r}"
         if not done:
             limit = f"{self.limits.load_wait_seconds:g} s"

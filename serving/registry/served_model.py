@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,10 +23,9 @@ from crossover.serving.registry.prepare_model import Prepared
 from crossover.serving.supervisor.engine_supervisor import RETRY_SECONDS, Supervisor
 
 T = TypeVar("T")
-Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token
-INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
-# Maximum bytes that the text of a control token is assumed to have; the table of token bytes has
-# none for them.
+# Longer texts are tokenized in a thread, so that they do not keep the event loop from others.
+INLINE_CHARACTERS = 4096
+# An upper bound of the text of a control token, which the table of token bytes does not have.
 _MAX_CONTROL_TOKEN_BYTES = 64
 _TEXT_THREAD = ThreadPoolExecutor(1, "text")
 
@@ -44,12 +43,19 @@ class EngineLimits(msgspec.Struct, frozen=True):
     vocabulary: int  # rows of the model's embedding
 
 
+class Vocabulary(NamedTuple):
+    """A model's tokenizer, and the bytes of each token by its id; control tokens have none."""
+
+    tokenizer: Tokenizer
+    token_bytes: list[bytes]
+
+
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
-    """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
+    """Load a tokenizer, which takes 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
-    with suppress(BadChat):  # a template that cannot be compiled: each chat reports it
+    with suppress(BadChat):  # the template cannot be compiled; each chat will report that
         tokenizer.try_forms()
-    return tokenizer, tokenizer.token_bytes()
+    return Vocabulary(tokenizer, tokenizer.token_bytes())
 
 
 class ServedModel:
@@ -67,26 +73,28 @@ class ServedModel:
     ) -> None:
         self.served_name = metrics.model
         self.supervisor = supervisor
-        self.tokenizer, self.token_table = vocabulary
+        self.tokenizer = vocabulary.tokenizer
+        self.token_bytes = vocabulary.token_bytes
         self.metrics = metrics
         self.prepared = prepared
         self.placement: Placement | Any = None if prepared is None else prepared.placement
-        supervisor.requests.on_step = metrics.stepped
+        supervisor.requests.on_step = metrics.observe_step
         self.created = int(time.time())
-        longest_token_bytes = max(map(len, self.token_table), default=0)
+        longest_token_bytes = max(map(len, self.token_bytes), default=0)
         self._max_token_bytes = max(_MAX_CONTROL_TOKEN_BYTES, longest_token_bytes)
         self.reference_count = 0  # requests that are being answered
-        self.last_used_at = time.monotonic()  # a request began or ended, or the model was loaded
-        self.on_demand = True  # a request may load it
+        # When a request began or ended, or the model was loaded.
+        self.last_used_at = time.monotonic()
+        self.on_demand = True  # False: an administrator unloaded it, so no request may load it
         self.load: asyncio.Task[None] | None = None  # the load that is queued or running
 
     # What a request needs.
 
     def engine_limits(self, to_generate: bool = True) -> EngineLimits:
-        """Return the limits of the serving engine. One sequence may use the whole KV pool.
+        """Return the limits of the engine that serves. One sequence may use the whole KV pool.
 
-        While no engine serves, raises Unavailable, or returns those of the configuration if nothing
-        is `to_generate`.
+        `to_generate`: an engine is needed, so Unavailable is raised while none serves. Otherwise
+        the limits of the configuration are returned meanwhile.
         """
         supervisor = self.supervisor
         ready = supervisor.ready
@@ -107,10 +115,10 @@ class ServedModel:
         add_bos: bool = False,
         parse_special: bool = False,
     ) -> list[int]:
-        """Return the token ids of a text, which is the request's `parameter`.
+        """Return the token ids of a text. `parameter`: the key of the request that has it.
 
-        With `limits`, raises ContextOverflow for a text that is certainly longer than the context,
-        and TokenOutOfRange for an id without a row in the model.
+        If `limits` are given, raises ContextOverflow for a text that is certainly longer than the
+        context, and TokenOutOfRange for an id without a row in the model's embedding.
         """
         encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
         min_tokens = len(text) // self._max_token_bytes
@@ -119,11 +127,11 @@ class ServedModel:
         ids = encode() if len(text) <= INLINE_CHARACTERS else await in_text_thread(encode)
         bos_id = self.tokenizer.bos_id if add_bos else None
         if limits is not None:
-            vocabulary = limits.vocabulary
-            if (highest := max(ids, default=0)) >= vocabulary:
-                token_text = self.tokenizer.token_text(highest)
-                raise TokenOutOfRange(highest, token_text, vocabulary, parameter)
-            if bos_id is not None and bos_id >= vocabulary:
+            highest_id = max(ids, default=0)
+            if highest_id >= limits.vocabulary:
+                token_text = self.tokenizer.token_text(highest_id)
+                raise TokenOutOfRange(highest_id, token_text, limits.vocabulary, parameter)
+            if bos_id is not None and bos_id >= limits.vocabulary:
                 bos_id = None
         return ids if bos_id is None else [bos_id, *ids]
 
@@ -137,16 +145,18 @@ class ServedModel:
         boundary_ids = {*tokenizer.eos_ids}
         if tokenizer.bos_id is not None:
             boundary_ids.add(tokenizer.bos_id)
-        ids = {
-            *range(rows, tokenizer.vocabulary),
-            *(token for token in boundary_ids if token >= rows),
-        }
-        texts = {token: tokenizer.token_text(token) for token in sorted(ids)}
-        return {token: text for token, text in texts.items() if text or token in boundary_ids}
+        named_ids = {*range(rows, tokenizer.vocabulary), *boundary_ids}
+        texts: dict[int, str] = {}
+        for token in sorted(named_ids):
+            text = tokenizer.token_text(token)
+            # Ids of the tokenizer without a text are unused, and no request can contain them.
+            if token >= rows and (text or token in boundary_ids):
+                texts[token] = text
+        return texts
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; control tokens have none."""
-        return self.token_table[token] if token < len(self.token_table) else b""
+        return self.token_bytes[token] if token < len(self.token_bytes) else b""
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids; an incomplete character becomes U+FFFD, and control tokens
@@ -154,17 +164,18 @@ class ServedModel:
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
     def placement_report(self) -> dict[str, Any] | None:
-        """Return the placement decision, as numbers and text, for /v1/placement."""
+        """Return the placement decision as numbers, and as text under "lines", for
+        /v1/placement."""
         return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
 
     # Its state.
 
     @property
     def state(self) -> EngineState:
-        """Return the supervisor's state; a requested load that has not started is loading, too."""
+        """Return the supervisor's state, or "loading" if a load is queued but has not started."""
         state = self.supervisor.state
-        is_queued = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
-        return EngineState.loading if is_queued else state
+        has_no_engine = state in (EngineState.unloaded, EngineState.failed)
+        return EngineState.loading if has_no_engine and self.load is not None else state
 
     @property
     def is_busy(self) -> bool:
@@ -178,7 +189,7 @@ class ServedModel:
 
     @property
     def is_retry_due(self) -> bool:
-        """Return whether it failed at least RETRY_SECONDS ago."""
+        """Return whether it failed at least RETRY_SECONDS ago, so that it may be loaded again."""
         return self.has_given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
 
     def acquire(self) -> None:
@@ -195,9 +206,11 @@ class ServedModel:
 
     def attempts(self) -> list[Attempt]:
         """Return the placements of the engines that are or will be loaded, including standby."""
-        has_standby = self.prepared.model.standby == "warm"
         supervisor = self.supervisor
-        configs = supervisor.configs[:2] if has_standby else (supervisor.config, *supervisor.loaded)
+        if self.prepared.model.standby == "warm":
+            configs = supervisor.configs[:2]  # the preferred engine, and its standby
+        else:
+            configs = (supervisor.config, *supervisor.loaded)
         engines = [(config.backend, config.device) for config in configs]
         return [
             attempt
@@ -207,7 +220,7 @@ class ServedModel:
 
     @property
     def predicted_bytes(self) -> BytesByPlace:
-        """Return the predicted bytes, by place, that unloading it frees."""
+        """Return the predicted bytes that unloading it frees, by place."""
         return bytes_by_place(self.attempts())
 
     @property

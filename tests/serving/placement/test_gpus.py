@@ -29,11 +29,11 @@ from crossover.serving.placement.placement_policy import (
     plan,
 )
 from crossover.serving.registry.prepare_model import (
+    engine_question,
     files_of_engines,
     options_by_backend,
     prepare,
-    question_of,
-    with_known_fallback,
+    with_measured_fallbacks,
 )
 from crossover.serving.server_options import ModelOptions
 from crossover.serving.supervisor.engine_process import environment
@@ -160,7 +160,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
     here.cache = str(tmp_path)
     model, split = ModelOptions(source="135m", threads=1), here.split("", 1)
     request = placement_request(model=ladder_model("135m").spec, context_tokens=2048)
-    asked = question_of(model, request, split, here)
+    asked = engine_question(model, request, split, here)
     assert asked is not None
     for backend, weight_format, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
@@ -172,7 +172,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
         )
         if is_timed:
             save_times(here.cache, here.facts(), asked.key(engine), times)
-    request = with_known_fallback(model, request, split, here, here.facts())
+    request = with_measured_fallbacks(model, request, split, here, here.facts())
     assert here.place(request, here.facts()).attempts[1].backend == expected
 
 

@@ -17,7 +17,7 @@ from crossover.serving.placement.fastest_backend import (
     save_times,
 )
 from crossover.serving.placement.placement_policy import PlacementRequest
-from crossover.serving.registry.prepare_model import Machine, best_for, find_model
+from crossover.serving.registry.prepare_model import Machine, choose_engine, find_model
 from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
 
@@ -62,7 +62,7 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
 ) -> None:
     model = ModelOptions(source="135m", threads=1, **options)
     request = find_model(model, machine)
-    choice = best_for(model, request, machine.split("", 1), machine, machine.facts())
+    choice = choose_engine(model, request, machine.split("", 1), machine, machine.facts())
     assert (choice and (choice.backend, choice.weight_format)) == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from crossover.serving.errors import NoRoom
 from crossover.serving.placement.placement_policy import Attempt, NoPlacement
-from crossover.serving.registry.eviction import bytes_by_place, bytes_free, make_room
+from crossover.serving.registry.eviction import bytes_by_place, bytes_free, choose_eviction
 
 
 class Resident(NamedTuple):
@@ -27,7 +27,7 @@ def resident(name: str, takes: int, used_at: float, busy: bool = False, place: s
 
 def first_to_go(need: int, *residents: Any) -> str | None:
     """For so many bytes of RAM, of which 10 are free."""
-    return make_room([{"cpu": need}], residents, {"cpu": 10})[1]
+    return choose_eviction([{"cpu": need}], residents, {"cpu": 10})[1]
 
 
 def test_the_least_recently_used_goes_first_and_nobody_without_need() -> None:
@@ -47,16 +47,16 @@ def test_the_first_device_is_preferred_even_where_somebody_must_go_for_it() -> N
     free = {"GPU-1": 2, "cpu": 10}
     for busy, expected in ((False, (0, "a")), (True, (1, None))):
         residents = [resident("a", 8, 1.0, busy, "GPU-1")]
-        assert make_room(options, residents, free) == expected
-    assert make_room([{"GPU-1": 1 << 60}], [], {"GPU-1": None})[0] == 0, "it does not say"
+        assert choose_eviction(options, residents, free) == expected
+    assert choose_eviction([{"GPU-1": 1 << 60}], [], {"GPU-1": None})[0] == 0, "it does not say"
 
 
 def test_of_two_cards_only_the_one_that_is_needed_gives_memory_back() -> None:
     """Half of the need free on each card is room on none."""
     residents = [resident("a", 20, 1.0, False, "GPU-1"), resident("b", 20, 2.0, False, "GPU-2")]
-    assert make_room([{"GPU-2": 24}], residents, {"GPU-2": 4}) == (0, "b")
+    assert choose_eviction([{"GPU-2": 24}], residents, {"GPU-2": 4}) == (0, "b")
     with pytest.raises(NoPlacement, match="even without other models"):
-        make_room([{"GPU-2": 30}], residents, {"GPU-2": 4})
+        choose_eviction([{"GPU-2": 30}], residents, {"GPU-2": 4})
 
 
 def test_needs_and_free_bytes_are_those_of_a_place_and_a_standby_engine_needs_room_too() -> None:
