@@ -248,7 +248,7 @@ def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
     """
 
     def meets_slo(server: Server) -> bool:
-        return _meets_slo_unloaded(server, slo) and server.share(rate, slo) >= slo.target
+        return _meets_slo_unloaded(server, slo) and server.meets(rate, slo)
 
     if meets_slo(simulation_of(service, SLOW)):
         return "yes"

@@ -25,7 +25,7 @@ import bisect
 import heapq
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -44,6 +44,7 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 # Which prefixes an engine reuses: any common prefix; only those that end at a checkpoint, where its
 # KV cannot be truncated (a recurrent state, sliding-window attention); none.
 Reuse = Literal["any prefix", "checkpoints", "none"]
@@ -156,91 +157,59 @@ def simulate(
     requests belong to. With them, only the due times of first turns are read, which must ascend
     from session to session, and the reuse of prefixes is simulated.
     """
-    engine = _Engine(step_times, settings, due, prompt_tokens, output_tokens, cached_tokens, turns)
-    engine.play()
-    times = np.array(engine.due)
-    first = np.array(engine.first)
-    last = np.array(engine.last)
-    was_simulated = np.isfinite(first)  # turns that ended before the start were not
-    last = np.where(was_simulated, last, np.inf)
-    decode_seconds = np.where(was_simulated, last, 0.0) - np.where(was_simulated, first, 0.0)
-    later_tokens = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
-    has_tpot = later_tokens > 0
-    nan = np.full(len(times), np.nan)
-    tpot = np.divide(decode_seconds, later_tokens, out=nan, where=has_tpot)
-    outside_seconds = step_times.request_seconds or 0.0
-    return Simulated(
-        due=times,
-        ttft=first - times + outside_seconds,
-        tpot=tpot,
-        e2e=last - times + outside_seconds,
-        cached=np.array(engine.cached, dtype=np.float64),
-        waited_for_slot=engine.work.waited_for_slot(times, last, settings.slots),
-        waited_for_kv=engine.work.waited_for_kv(times),
-        work=engine.work.summed(),
+    simulation = Simulation(
+        step_times, settings, due, prompt_tokens, output_tokens, cached_tokens, turns=turns
     )
+    simulation.play()
+    return simulation.results()
 
 
 class _Work:
     """The sums over all steps of the engine, and what requests had to wait for."""
 
     def __init__(self, count: int) -> None:
-        self.admitted = [math.inf] * count
-        self.preempted = np.zeros(count, dtype=bool)
-        self.pool_full: list[float] = []  # moments at which a request found no room in the pool
-        self._seconds = self._rows = self._prompt = self._context = self._passes = 0.0
-        self._steps = 0
+        self.admitted_at = [math.inf] * count  # when each request first got a slot
+        self.is_preempted = np.zeros(count, dtype=bool)
+        self.pool_full_at: list[float] = []  # when a request found no room in the pool
+        self.seconds = 0.0
+        self.steps = 0
+        self.rows = 0
+        self.prompt_tokens = 0
+        self.context_tokens = 0
+        self.extra_passes = 0  # those after the first of each step
 
-    def add_decodes(self, steps: int, rows: int, context: int, seconds: float) -> None:
-        """Add consecutive steps that only decode. `context`: KV tokens read by the first one."""
-        self._steps += steps
-        self._passes += steps
-        self._rows += steps * rows
-        self._context += steps * context + rows * steps * (steps - 1) / 2
-        self._seconds += seconds
-
-    def add_prefill(
-        self, rows: int, prompt_tokens: int, context: int, passes: int, seconds: float
-    ) -> None:
-        """Add one step that processes prompt tokens."""
-        self._steps += 1
-        self._passes += passes
-        self._rows += rows
-        self._prompt += prompt_tokens
-        self._context += context
-        self._seconds += seconds
-
-    def waited_for_slot(self, due: Array, last: Array, slots: int) -> npt.NDArray[np.bool_]:
+    def waited_for_slot(self, due: Array, last_token_at: Array, slots: int) -> Flags:
         """Return which requests arrived while all slots were in use."""
-        admitted = np.sort(np.array(self.admitted))
-        running = np.searchsorted(admitted, due, "right") - np.searchsorted(
-            np.sort(last), due, "right"
-        )
-        waits: npt.NDArray[np.bool_] = running >= slots
+        admitted_before = np.searchsorted(np.sort(self.admitted_at), due, "right")
+        ended_before = np.searchsorted(np.sort(last_token_at), due, "right")
+        waits: Flags = admitted_before - ended_before >= slots
         return waits
 
-    def waited_for_kv(self, due: Array) -> npt.NDArray[np.bool_]:
+    def waited_for_kv(self, due: Array) -> Flags:
         """Return which requests waited while the KV pool was full, or were preempted."""
-        full = np.array(self.pool_full)
-        admitted = np.array(self.admitted)
-        waits: npt.NDArray[np.bool_] = self.preempted | (
-            np.searchsorted(full, admitted) > np.searchsorted(full, due)
-        )
+        full_before_due = np.searchsorted(self.pool_full_at, due)
+        full_before_admission = np.searchsorted(self.pool_full_at, self.admitted_at)
+        waits: Flags = self.is_preempted | (full_before_admission > full_before_due)
         return waits
 
     def summed(self) -> StepObservation:
         return StepObservation(
-            seconds=self._seconds,
-            rows=self._rows,
-            prompt_tokens=self._prompt,
-            context_tokens=self._context,
-            passes=self._passes,
-            steps=self._steps,
+            seconds=self.seconds,
+            rows=float(self.rows),
+            prompt_tokens=float(self.prompt_tokens),
+            context_tokens=float(self.context_tokens),
+            passes=float(self.steps + self.extra_passes),
+            steps=self.steps,
         )
 
 
-class _Engine:
-    """The engine on a simulated clock. A request is its index in the order they were given."""
+class Simulation:
+    """An engine on a simulated clock. A request is its index in the order they were given.
+
+    The arguments are those of `simulate`, and `reasoning_share` is that of `Simulated`. `play` can
+    stop before the end, to look at the requests that have ended so far, and go on when it is called
+    again.
+    """
 
     def __init__(
         self,
@@ -249,8 +218,10 @@ class _Engine:
         due: Numbers,
         prompt_tokens: Numbers,
         output_tokens: Numbers,
-        cached_tokens: Numbers | None,
-        turns: Turns | None,
+        cached_tokens: Numbers | None = None,
+        *,
+        turns: Turns | None = None,
+        reasoning_share: float = 0.0,
     ) -> None:
         # Coefficients of the StepTimeModel, copied because looking them up takes too long per step.
         self.prompt_seconds = step_times.prompt_token_seconds
@@ -275,228 +246,336 @@ class _Engine:
         uncached = np.maximum(prompts - np.asarray(cached, dtype=np.int64), 1)
         self.due: list[float] = np.asarray(due, dtype=np.float64).tolist()
         # After a preemption, the tokens generated so far are part of the request's prompt.
-        self.prompts: list[int] = prompts.tolist()
-        self.outputs: list[int] = np.maximum(np.asarray(output_tokens), 1).astype(int).tolist()
-        self.left: list[int] = uncached.tolist()  # prompt tokens still to compute
-        self.cached: list[int] = (prompts - uncached).tolist()
+        self.prompt_tokens: list[int] = prompts.tolist()
+        self.output_tokens: list[int] = (
+            np.maximum(np.asarray(output_tokens), 1).astype(int).tolist()
+        )
+        self.pending: list[int] = uncached.tolist()  # prompt tokens still to compute
+        self.reused: list[int] = (prompts - uncached).tolist()
         # Seconds of a prompt token with its share of a pass, if whole prompts fit in a step.
         mean = max(float(uncached.mean()), 1.0) if count else 1.0
         self.piece_seconds = step_times.pass_seconds + self.expert_seconds
         self.token_seconds = step_times.prompt_token_seconds + self.piece_seconds / mean
-        self.first = [math.inf] * count
-        self.last = [0.0] * count
-        self.pool = math.inf if settings.kv_tokens is None else settings.kv_tokens
+        self.request_seconds = step_times.request_seconds or 0.0
+        self.reasoning_share = reasoning_share
+        # Tokens of each answer after the first. A preemption does not change them.
+        self.later_tokens = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
+        self.first_token_at = [math.inf] * count
+        self.last_token_at = [math.inf] * count
+        self.ended = 0  # requests
+        self.pool_tokens = math.inf if settings.kv_tokens is None else settings.kv_tokens
+        self.has_pool_limit = settings.kv_tokens is not None
         self.now = 0.0
         self.step = 0  # decode steps so far
-        self.context = 0  # tokens in the KV of the decoding requests
-        self.held = 0  # tokens in the KV of all running requests
-        self.promised = 0  # the same, plus the prompt tokens that they have still to compute
+        self.context_tokens = 0  # in the KV of the decoding requests
+        self.kv_tokens = 0  # in the KV of all running requests
+        self.reserved_tokens = 0  # the same, plus the prompt tokens that they have still to compute
         # Heap of (due time, request): those whose due time is known and that were never admitted.
-        self.coming: list[tuple[float, int]] = [
+        self.arrivals: list[tuple[float, int]] = [
             (at, request) for request, at in enumerate(self.due)
         ]
         # Think time before the next request, if that is the next turn of the same session.
-        self.think: list[float | None] = []
-        self.slots: SimulatedSlots | None = None
+        self.think_seconds: list[float | None] = [None] * count
+        self.slots: SimulatedSlots | None = None  # None: nothing is reused
+        self.is_checkpointed = turns is not None and turns.reuse == "checkpoints"
         if turns is not None:
-            think = turns.think_seconds.tolist()
-            is_timed = turns.number == 0 if turns.is_timed is None else turns.is_timed
-            timed = is_timed.tolist()
-            self.coming = [pair for pair in self.coming if timed[pair[1]]]
-            heapq.heapify(self.coming)
-            same = (np.diff(turns.session) == 0).tolist()
-            self.think = [
-                seconds if is_next else None
-                for seconds, is_next in zip(think[1:], same, strict=True)
-            ] + [None]
-            if turns.reuse != "none":
-                self.slots = SimulatedSlots(turns, settings.slots)
-                for request in turns.ended[-settings.slots :]:
-                    tokens = self.prompts[request] + self.outputs[request] - 1
-                    if self.slots.idle_tokens + tokens <= self.pool:
-                        self.slots.hold(request, tokens)
+            self._begin_conversations(turns)
         self.preempted: list[int] = []  # the oldest last; they are admitted before all others
-        self.filling: list[int] = []  # requests whose prompts are being computed, oldest first
-        self.end_steps = [0] * count  # decode step of the last token, of requests that decode
+        self.prefilling: list[int] = []  # requests whose prompts are being computed, oldest first
         # Heap of (decode step of the last token, request): the requests that decode.
-        self.ends: list[tuple[int, int]] = []
+        self.decoding: list[tuple[int, int]] = []
+        self.last_step = [0] * count  # decode step of the last token, of requests that decode
         self.work = _Work(count)
 
-    def play(self) -> None:
-        """Run the engine until all requests have ended. Each turn of the loop is one step with
-        prompts, or as many decode steps as pass until something else can happen."""
-        coming, ends, slots = self.coming, self.ends, self.settings.slots
-        decode_seconds, context_seconds = self.decode_seconds, self.context_seconds
-        pool = self.pool
-        while True:
-            rows = len(ends)
-            if self.preempted or (
-                coming and coming[0][0] <= self.now and rows + len(self.filling) < slots
-            ):
+    def _begin_conversations(self, turns: Turns) -> None:
+        """Let only those turns arrive whose time is given, and fill slots with the KV of turns that
+        ended before the start."""
+        is_timed = turns.number == 0 if turns.is_timed is None else turns.is_timed
+        timed_requests = set(np.flatnonzero(is_timed).tolist())
+        self.arrivals = [arrival for arrival in self.arrivals if arrival[1] in timed_requests]
+        heapq.heapify(self.arrivals)
+        think_seconds = turns.think_seconds.tolist()
+        for request in np.flatnonzero(np.diff(turns.session) == 0).tolist():
+            self.think_seconds[request] = think_seconds[request + 1]
+        if turns.reuse == "none":
+            return
+        self.slots = SimulatedSlots(turns, self.settings.slots)
+        for request in turns.ended[-self.settings.slots :]:
+            tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
+            if self.slots.idle_tokens + tokens <= self.pool_tokens:
+                self.slots.hold(request, tokens)
+
+    def play(self, until_ended: float = math.inf) -> None:
+        """Run the engine until so many requests have ended, or all.
+
+        Each turn of the loop is one step with prompts, or as many decode steps as pass until
+        something else can happen.
+        """
+        arrivals, prefilling, decoding = self.arrivals, self.prefilling, self.decoding
+        slots = self.settings.slots
+        while self.ended < until_ended:
+            has_arrival = arrivals and arrivals[0][0] <= self.now
+            if self.preempted or (has_arrival and len(decoding) + len(prefilling) < slots):
                 self.admit()
-            if self.filling:
-                self.prefill_step()
-            elif rows:
-                # Decode until the next request ends, the KV pool is full, or a request arrives that
-                # could be admitted. Step k of these lasts first_seconds + 2 * growth * k, because
-                # each step adds a token to the context of each row.
-                while self.occupied + len(ends) > pool and (
-                    self.drop_oldest() or self.preempt_youngest() is not None
-                ):
-                    pass
-                rows = len(ends)
-                steps = ends[0][0] - self.step
-                if self.occupied + rows * steps > pool:
-                    steps = max(1, int(pool - self.occupied) // rows)
-                first_seconds = decode_seconds[rows] + context_seconds * self.context
-                growth = context_seconds * rows / 2
-                seconds = steps * (first_seconds + growth * (steps - 1))
-                if (
-                    rows < slots
-                    and coming
-                    and not self.preempted
-                    and self.now < coming[0][0] <= self.now + seconds
-                ):
-                    steps = _steps_until(coming[0][0] - self.now, first_seconds, growth, steps)
-                    seconds = steps * (first_seconds + growth * (steps - 1))
-                self.work.add_decodes(steps, rows, self.context, seconds)
-                self.now += seconds
-                self.step += steps
-                self.leave(-rows * steps)
-            elif coming:
-                self.now = max(self.now, coming[0][0])
+            if prefilling:
+                self.run_prefill_step()
+            elif decoding:
+                self.run_decode_steps()
+            elif arrivals:
+                self.now = max(self.now, arrivals[0][0])
             else:
                 return
-            while ends and ends[0][0] <= self.step:
-                self.end(heapq.heappop(ends)[1])
+            while decoding and decoding[0][0] <= self.step:
+                self.end(heapq.heappop(decoding)[1])
 
-    def end(self, request: int) -> None:
-        """End a request after its last token: its slot becomes idle, and its user's think time
-        begins."""
-        tokens = self.prompts[request] + self.outputs[request] - 1
-        self.last[request] = self.now
-        self.leave(tokens)
-        if self.slots is not None:
-            self.slots.release(request, tokens, self.now)
-        if self.think and (think := self.think[request]) is not None:
-            self.due[request + 1] = self.now + think
-            heapq.heappush(self.coming, (self.now + think, request + 1))
+    def results(self) -> Simulated:
+        """Return the requests. Those that have not ended have infinite times."""
+        times = self.times()
+        last_token_at = np.array(self.last_token_at)
+        return msgspec.structs.replace(
+            times,
+            waited_for_slot=self.work.waited_for_slot(
+                times.due, last_token_at, self.settings.slots
+            ),
+            waited_for_kv=self.work.waited_for_kv(times.due),
+            work=self.work.summed(),
+        )
 
-    @property
-    def occupied(self) -> int:
-        """Return the tokens in the KV, including those of idle slots."""
-        return self.held if self.slots is None else self.held + self.slots.idle_tokens
-
-    def drop_oldest(self) -> bool:
-        """Free the KV of the longest idle slot; return False if all idle slots are empty."""
-        return self.slots is not None and self.slots.drop_oldest()
-
-    def leave(self, tokens: int) -> None:
-        """Remove tokens of decoding requests from the KV; a negative number adds them."""
-        self.context -= tokens
-        self.held -= tokens
-        self.promised -= tokens
+    def times(self) -> Simulated:
+        """Return the requests without what they waited for and the sums over all steps."""
+        due = np.array(self.due)
+        first, last = np.array(self.first_token_at), np.array(self.last_token_at)
+        has_ended = np.isfinite(last)
+        decode_seconds = np.where(has_ended, last, 0.0) - np.where(has_ended, first, 0.0)
+        nan = np.full(len(due), np.nan)
+        return Simulated(
+            due=due,
+            ttft=first - due + self.request_seconds,
+            tpot=np.divide(decode_seconds, self.later_tokens, out=nan, where=self.later_tokens > 0),
+            e2e=last - due + self.request_seconds,
+            cached=np.array(self.reused, dtype=np.float64),
+            reasoning_share=self.reasoning_share,
+        )
 
     def admit(self) -> None:
         """Give waiting requests free slots while the KV pool has room."""
-        running = len(self.filling) + len(self.ends)
+        running = len(self.prefilling) + len(self.decoding)
         while running < self.settings.slots:
             if self.preempted:
                 request = self.preempted[-1]
-            elif self.coming and self.coming[0][0] <= self.now:
-                request = self.coming[0][1]
+            elif self.arrivals and self.arrivals[0][0] <= self.now:
+                request = self.arrivals[0][1]
             else:
                 return
-            prompt = self.prompts[request]
+            prompt_tokens = self.prompt_tokens[request]
             # One more token for each row: it is generated, but not in the KV yet.
-            if running and self.promised + len(self.ends) + prompt + running > self.pool:
-                self.work.pool_full.append(self.now)
+            reserved_tokens = self.reserved_tokens + len(self.decoding)
+            if running and reserved_tokens + prompt_tokens + running > self.pool_tokens:
+                self.work.pool_full_at.append(self.now)
                 return
             if self.preempted:
                 self.preempted.pop()
             else:
-                heapq.heappop(self.coming)
-            self.work.admitted[request] = min(self.work.admitted[request], self.now)
+                heapq.heappop(self.arrivals)
+            if self.work.admitted_at[request] == math.inf:
+                self.work.admitted_at[request] = self.now
             if self.slots is not None:
-                reused = self.slots.take(request, prompt, self.computed)
-                self.left[request] = prompt - reused
-                if self.first[request] == math.inf:
-                    self.cached[request] = reused
-            self.filling.append(request)
-            self.held += prompt - self.left[request]
-            self.promised += prompt
+                reused = self.slots.take(request, prompt_tokens, self.computed)
+                self.pending[request] = prompt_tokens - reused
+                if self.first_token_at[request] == math.inf:
+                    self.reused[request] = reused
+            self.prefilling.append(request)
+            self.kv_tokens += prompt_tokens - self.pending[request]
+            self.reserved_tokens += prompt_tokens
             running += 1
 
     def computed(self, request: int) -> int:
         """Return the tokens in the KV of a running request."""
-        if left := self.left[request]:
-            return self.prompts[request] - left
-        generated = self.outputs[request] - 1 - (self.end_steps[request] - self.step)
-        return self.prompts[request] + generated
+        if pending := self.pending[request]:
+            return self.prompt_tokens[request] - pending
+        generated = self.output_tokens[request] - 1 - (self.last_step[request] - self.step)
+        return self.prompt_tokens[request] + generated
 
-    def prefill_step(self) -> None:
+    def run_decode_steps(self) -> None:
+        """Decode until the next request ends, the KV pool is full, or a request arrives that could
+        be admitted."""
+        arrivals, decoding = self.arrivals, self.decoding
+        if self.has_pool_limit and self.occupied_tokens + len(decoding) > self.pool_tokens:
+            self.make_room([])
+        rows = len(decoding)
+        steps = decoding[0][0] - self.step
+        if self.has_pool_limit and self.occupied_tokens + rows * steps > self.pool_tokens:
+            steps = max(1, int(self.pool_tokens - self.occupied_tokens) // rows)
+        # Step k of these lasts first_seconds + 2 * growth * k, because each step adds a token to
+        # the context of each row.
+        now, context_tokens = self.now, self.context_tokens
+        first_seconds = self.decode_seconds[rows] + self.context_seconds * context_tokens
+        growth = self.context_seconds * rows / 2
+        seconds = steps * (first_seconds + growth * (steps - 1))
+        if arrivals and rows < self.settings.slots and not self.preempted:
+            next_arrival = arrivals[0][0]
+            if now < next_arrival <= now + seconds:
+                steps = _steps_until(next_arrival - now, first_seconds, growth, steps)
+                seconds = steps * (first_seconds + growth * (steps - 1))
+        generated = rows * steps
+        work = self.work
+        work.steps += steps
+        work.rows += generated
+        work.context_tokens += steps * context_tokens + generated * (steps - 1) // 2
+        work.seconds += seconds
+        self.now = now + seconds
+        self.step += steps
+        self.context_tokens = context_tokens + generated
+        self.kv_tokens += generated
+        self.reserved_tokens += generated
+
+    def run_prefill_step(self) -> None:
         """Run one step: a token of each decoding request, and prompt tokens within the budget."""
-        pending = [self.left[request] for request in self.filling]
-        slots = self.slots
-        if slots is not None and slots.is_checkpointed:
-            pairs = zip(self.filling, pending, strict=True)
-            pending = [
-                min(tokens, slots.until_mark(request, self.computed(request)))
-                for request, tokens in pairs
-            ]
-        piece_tokens = plan_step(pending, len(self.ends), self.settings, self)
-        pieces = list(zip(self.filling, piece_tokens, strict=False))  # (request, prompt tokens)
+        prefilling, pending = self.prefilling, self.pending
+        computable: Iterator[int] = map(pending.__getitem__, prefilling)
+        if self.is_checkpointed:
+            computable = map(self.until_checkpoint, prefilling)
+        piece_tokens = plan_step(computable, len(self.decoding), self.settings, self)
+        pieces = list(zip(prefilling, piece_tokens, strict=False))  # (request, prompt tokens)
         prompt_tokens = sum(piece_tokens)
-        while self.occupied + len(self.ends) + prompt_tokens > self.pool:
-            if self.drop_oldest():
-                continue
-            youngest = self.preempt_youngest()
-            if youngest is None:
-                break
-            pieces = [pair for pair in pieces if pair[0] != youngest]
-            prompt_tokens = sum(piece for _, piece in pieces)
-        rows = len(self.ends)
-        passes = len(pieces) + (rows > 0)
-        began = self.now
+        rows = len(self.decoding)
+        if self.has_pool_limit and self.occupied_tokens + rows + prompt_tokens > self.pool_tokens:
+            pieces = self.make_room(pieces)
+            prompt_tokens = sum(tokens for _, tokens in pieces)
+            rows = len(self.decoding)
+        extra_passes = len(pieces) - (rows == 0)
+        began, context_tokens = self.now, self.context_tokens
         self.now += (
             self.decode_seconds[rows]
             + self.prompt_seconds * prompt_tokens
-            + self.context_seconds * self.context
-            + self.pass_seconds * (passes - 1.0)
+            + self.context_seconds * context_tokens
+            + self.pass_seconds * extra_passes
         )
         if self.expert_seconds:
             self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
-        self.work.add_prefill(rows, prompt_tokens, self.context, passes, self.now - began)
-        self.step += rows > 0
-        self.context += rows
-        self.promised += rows
-        self.held += rows + prompt_tokens
-        for request, piece in pieces:
-            self.left[request] -= piece
-            if slots is not None and slots.is_checkpointed:
-                slots.save(request, self.prompts[request] - self.left[request])
-            if not self.left[request]:
-                self.filling.remove(request)
-                self.first[request] = min(self.first[request], self.now)
-                self.context += self.prompts[request]
-                self.end_steps[request] = self.step + self.outputs[request] - 1
-                heapq.heappush(self.ends, (self.end_steps[request], request))
+        work = self.work
+        work.steps += 1
+        work.rows += rows
+        work.prompt_tokens += prompt_tokens
+        work.context_tokens += context_tokens
+        work.extra_passes += extra_passes
+        work.seconds += self.now - began
+        if rows:
+            self.step += 1
+        self.context_tokens = context_tokens + rows
+        self.reserved_tokens += rows
+        self.kv_tokens += rows + prompt_tokens
+        for request, tokens in pieces:
+            pending[request] -= tokens
+            if self.is_checkpointed:
+                self.save_checkpoint(request)
+            if not pending[request]:
+                self.begin_decoding(request)
+
+    def begin_decoding(self, request: int) -> None:
+        """Go on with answer tokens after a prompt, whose last step has sampled the first one."""
+        self.prefilling.remove(request)
+        if self.first_token_at[request] == math.inf:
+            self.first_token_at[request] = self.now
+        self.context_tokens += self.prompt_tokens[request]
+        last_step = self.step + self.output_tokens[request] - 1
+        self.last_step[request] = last_step
+        heapq.heappush(self.decoding, (last_step, request))
+
+    def until_checkpoint(self, request: int) -> int:
+        """Return the prompt tokens to compute up to the request's next checkpoint or its end."""
+        assert self.slots is not None
+        return min(self.pending[request], self.slots.until_mark(request, self.computed(request)))
+
+    def save_checkpoint(self, request: int) -> None:
+        """Make a checkpoint of a prompt if it is to have one at this length."""
+        assert self.slots is not None
+        self.slots.save(request, self.prompt_tokens[request] - self.pending[request])
+
+    def end(self, request: int) -> None:
+        """End a request after its last token: its slot becomes idle, and its user's think time
+        begins."""
+        tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
+        self.last_token_at[request] = self.now
+        self.ended += 1
+        self.remove_from_kv(tokens)
+        if self.slots is not None:
+            self.slots.release(request, tokens, self.now)
+        think_seconds = self.think_seconds[request]
+        if think_seconds is not None:
+            self.due[request + 1] = self.now + think_seconds
+            heapq.heappush(self.arrivals, (self.now + think_seconds, request + 1))
+
+    @property
+    def occupied_tokens(self) -> int:
+        """Return the tokens in the KV, including those of idle slots."""
+        return self.kv_tokens if self.slots is None else self.kv_tokens + self.slots.idle_tokens
+
+    def make_room(self, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Free KV for a token of each decoding request and for these pieces of prompts; return the
+        pieces of requests that are still running.
+
+        The KV of idle slots goes first, then that of the youngest requests.
+        """
+        while True:
+            next_tokens = len(self.decoding) + sum(tokens for _, tokens in pieces)
+            if self.occupied_tokens + next_tokens <= self.pool_tokens:
+                return pieces
+            if self.slots is not None and self.slots.drop_oldest():
+                continue
+            youngest = self.preempt_youngest()
+            if youngest is None:
+                return pieces
+            pieces = [piece for piece in pieces if piece[0] != youngest]
+
+    def remove_from_kv(self, tokens: int) -> None:
+        """Remove tokens of a decoding request from the KV."""
+        self.context_tokens -= tokens
+        self.kv_tokens -= tokens
+        self.reserved_tokens -= tokens
+
+    def preempt_youngest(self) -> int | None:
+        """Return the youngest running request, which goes back to the queue; None if only one
+        runs, which is never preempted."""
+        if len(self.prefilling) + len(self.decoding) < 2:
+            return None
+        running = (*self.prefilling, *(request for _, request in self.decoding))
+        youngest = max(running, key=lambda request: (self.due[request], request))
+        prompt_tokens = self.prompt_tokens[youngest]
+        if youngest in self.prefilling:
+            self.prefilling.remove(youngest)
+            self.reserved_tokens -= prompt_tokens
+            self.kv_tokens -= prompt_tokens - self.pending[youngest]
+        else:
+            last_step = self.last_step[youngest]
+            self.decoding.remove((last_step, youngest))
+            heapq.heapify(self.decoding)
+            generated = self.output_tokens[youngest] - (last_step - self.step)
+            self.remove_from_kv(prompt_tokens + generated - 1)
+            self.prompt_tokens[youngest] += generated
+            self.output_tokens[youngest] -= generated
+        self.pending[youngest] = self.prompt_tokens[youngest]
+        self.work.is_preempted[youngest] = True
+        if self.slots is not None:
+            self.slots.release(youngest, 0, self.now)
+        self.preempted.append(youngest)
+        return youngest
 
     def prompt_expert_passes(self, pieces: Sequence[tuple[int, int]], rows: int) -> float:
         """Return the shares of all experts that these pieces of prompts read, summed over their
         passes, beyond what the decode rows read."""
         skip = self.skip_probability
         if self.shares_pass:
-            tokens = sum(piece for _, piece in pieces)
-            return skip**rows - float(skip ** (rows + tokens))
-        return sum(1.0 - skip**piece for _, piece in pieces)
+            prompt_tokens = sum(tokens for _, tokens in pieces)
+            return skip**rows - float(skip ** (rows + prompt_tokens))
+        return sum(1.0 - skip**tokens for _, tokens in pieces)
 
     # The costs of steps, as plan_step asks for them (StepCosts).
 
     def row_costs(self, rows: int) -> tuple[float, float]:
-        slots, context_seconds = self.settings.slots, self.context_seconds * self.context
-        full_step_seconds = self.decode_seconds[slots] + context_seconds
-        return self.decode_seconds[rows] + context_seconds, full_step_seconds / slots
+        context_seconds = self.context_seconds * self.context_tokens
+        full_step_seconds = self.decode_seconds[-1] + context_seconds
+        return self.decode_seconds[rows] + context_seconds, full_step_seconds / self.settings.slots
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
         """Return the prompt tokens that take this long: as whole prompts of the mean length, each
@@ -504,35 +583,9 @@ class _Engine:
         the cost of passes from its steps; here it is known."""
         if self.prompt_seconds <= 0:
             return None
-        piece = (seconds - self.piece_seconds) / self.prompt_seconds
-        return int(min(seconds / self.token_seconds, piece))
-
-    def preempt_youngest(self) -> int | None:
-        """Return the youngest running request, which goes back to the queue; None if only one
-        runs, which is never preempted."""
-        if len(self.filling) + len(self.ends) < 2:
-            return None
-        running = (*self.filling, *(other for _, other in self.ends))
-        request = max(running, key=lambda other: (self.due[other], other))
-        prompt = self.prompts[request]
-        if request in self.filling:
-            self.filling.remove(request)
-            self.promised -= prompt
-            self.held -= prompt - self.left[request]
-        else:
-            end = next(end for end, other in self.ends if other == request)
-            self.ends.remove((end, request))
-            heapq.heapify(self.ends)
-            generated = self.outputs[request] - (end - self.step)
-            self.leave(prompt + generated - 1)
-            self.prompts[request] += generated
-            self.outputs[request] -= generated
-        self.left[request] = self.prompts[request]
-        self.work.preempted[request] = True
-        if self.slots is not None:
-            self.slots.release(request, 0, self.now)
-        self.preempted.append(request)
-        return request
+        as_prompts = seconds / self.token_seconds
+        as_piece = (seconds - self.piece_seconds) / self.prompt_seconds
+        return int(as_piece if as_piece < as_prompts else as_prompts)
 
 
 def _steps_until(seconds: float, first_seconds: float, growth: float, max_steps: int) -> int:
@@ -548,14 +601,14 @@ def _steps_until(seconds: float, first_seconds: float, growth: float, max_steps:
     return min(max(1, math.ceil(steps)), max_steps)
 
 
-class _Kept(NamedTuple):
-    """The KV of a slot or a checkpoint: the first `tokens` tokens of a turn."""
+class _Prefix(NamedTuple):
+    """The first `tokens` tokens of a turn: what a slot or a checkpoint has in its KV."""
 
     request: int  # -1: none
     tokens: int
 
 
-_NOTHING = _Kept(-1, 0)
+_NOTHING = _Prefix(-1, 0)
 
 
 class SimulatedSlots:
@@ -571,27 +624,28 @@ class SimulatedSlots:
         self._history: list[int] = turns.history_tokens.tolist()
         self._shared = turns.shared_tokens
         self.is_checkpointed = turns.reuse == "checkpoints"
-        self._kept = [_NOTHING] * slots  # the KV of idle slots
-        self._held = [0] * slots  # the tokens of each entry of `_kept`
-        self._free = list(range(slots))  # idle slots, ascending
         self._owner = [-1] * slots  # the request whose tokens a slot holds, idle or running
+        self._idle_tokens = [0] * slots  # in the KV of each idle slot
+        self.idle_tokens = 0  # their sum
+        self._free = list(range(slots))  # idle slots, ascending
+        self._idle_since = [0.0] * slots
+        # Heap of (idle since, slot) of the idle slots that are not empty, and of some that have
+        # been taken or emptied since.
+        self._idle_queue: list[tuple[float, int]] = []
         self._shared_in_slots = [0] * slots  # tokens of the prefix that all sessions share
         # Running requests that still compute that prefix, so that their slots have only part of it.
         self._without_shared: set[int] = set()
         self._slots_of_session: dict[int, set[int]] = {}
-        self._idle_since = [0.0] * slots
-        self._running: dict[int, int] = {}  # slot -> request
-        self._slot_of: dict[int, int] = {}  # request -> slot
-        self._checkpoints: list[_Kept] = []  # the most recently used last
+        self._slot_of: dict[int, int] = {}  # running request -> slot
+        self._checkpoints: list[_Prefix] = []  # the most recently used last
         # Request -> the lengths of its prompt at which checkpoints are made.
         self._marks: dict[int, tuple[int, ...]] = {}
-        self.idle_tokens = 0
 
     def hold(self, request: int, tokens: int) -> None:
         """Fill an empty slot with the tokens of a turn that ended before the start."""
-        slot = self._kept.index(_NOTHING)
-        self._put(slot, request, tokens, min(self._shared, tokens))
-        self._idle_since[slot] = slot - float(len(self._kept))
+        slot = self._idle_tokens.index(0)
+        self._set(slot, request, tokens, min(self._shared, tokens))
+        self._begin_idle(slot, slot - float(len(self._owner)))
 
     def take(self, request: int, prompt_tokens: int, computed: Callable[[int], int]) -> int:
         """Give a request a slot; return the tokens of its prompt that are reused.
@@ -600,15 +654,14 @@ class SimulatedSlots:
         """
         reusable_tokens = max(0, prompt_tokens - COMPUTED_TAIL)
         common = self._common_in_slots(request, reusable_tokens, computed)
-        held_tokens, free = self._held, self._free
         if not self.is_checkpointed:
-            slot, reused, _ = choose_slot(common, held_tokens, free, self._idle_since)
+            slot, reused, _ = choose_slot(common, self._idle_tokens, self._free, self._idle_since)
         else:
             checkpoint = self._longest_checkpoint(request, reusable_tokens, max(common))
             (slot, reused, _), is_restored, marks = choose_checkpointed_slot(
                 common,
-                held_tokens,
-                free,
+                self._idle_tokens,
+                self._free,
                 self._idle_since,
                 prompt_tokens=prompt_tokens,
                 checkpoint_tokens=checkpoint.tokens,
@@ -617,8 +670,7 @@ class SimulatedSlots:
                 self._checkpoints.remove(checkpoint)
                 self._checkpoints.append(checkpoint)
             self._marks[request] = marks
-        self._put(slot, request, 0, self._shared)
-        self._running[slot] = request
+        self._set(slot, request, 0, self._shared)
         self._free.remove(slot)
         if reused < self._shared:
             self._without_shared.add(request)
@@ -627,8 +679,10 @@ class SimulatedSlots:
 
     def until_mark(self, request: int, computed: int) -> int:
         """Return the prompt tokens up to its next checkpoint; sys.maxsize if there is none."""
-        marks = (mark - computed for mark in self._marks[request] if mark > computed)
-        return next(marks, sys.maxsize)
+        for mark in self._marks[request]:
+            if mark > computed:
+                return mark - computed
+        return sys.maxsize
 
     def save(self, request: int, computed: int) -> None:
         """Make a checkpoint if the prompt is to have one after `computed` tokens."""
@@ -637,33 +691,32 @@ class SimulatedSlots:
         if not any(
             self._is_same(request, checkpoint, computed) for checkpoint in self._checkpoints
         ):
-            self._checkpoints.append(_Kept(request, computed))
-            del self._checkpoints[: -max_checkpoints(len(self._kept))]
+            self._checkpoints.append(_Prefix(request, computed))
+            del self._checkpoints[: -max_checkpoints(len(self._owner))]
 
     def release(self, request: int, tokens: int, now: float) -> None:
         """Make the request's slot idle, with `tokens` tokens in its KV."""
         slot = self._slot_of.pop(request)
-        del self._running[slot]
         bisect.insort(self._free, slot)
         self._without_shared.discard(request)
         self._marks.pop(request, None)
-        self._put(slot, request if tokens else -1, tokens, min(self._shared, tokens))
+        self._set(slot, request if tokens else -1, tokens, min(self._shared, tokens))
         if tokens:
-            self._idle_since[slot] = now
+            self._begin_idle(slot, now)
 
     def drop_oldest(self) -> bool:
         """Free the KV of the longest idle slot; return False if all idle slots are empty."""
-        non_empty = [slot for slot, kept in enumerate(self._kept) if kept.tokens]
-        if not non_empty:
-            return False
-        oldest = min(non_empty, key=lambda slot: self._idle_since[slot])
-        self._put(oldest, -1, 0, 0)
-        return True
+        while self._idle_queue:
+            since, slot = heapq.heappop(self._idle_queue)
+            if self._idle_tokens[slot] and self._idle_since[slot] == since:
+                self._set(slot, -1, 0, 0)
+                return True
+        return False
 
-    def common(self, request: int, entry: _Kept, reusable_tokens: int) -> int:
-        """Return how many of the first `reusable_tokens` tokens of a request's prompt `entry`
+    def common(self, request: int, prefix: _Prefix, reusable_tokens: int) -> int:
+        """Return how many of the first `reusable_tokens` tokens of a request's prompt `prefix`
         has."""
-        other, tokens = entry
+        other, tokens = prefix
         if other < 0 or not tokens:
             return 0
         if self._session[other] != self._session[request]:
@@ -683,35 +736,37 @@ class SimulatedSlots:
             tokens = computed(other)
             if tokens >= self._shared:
                 self._without_shared.remove(other)
-            common[self._slot_of[other]] = self.common(
-                request, _Kept(other, tokens), reusable_tokens
-            )
+            prefix = _Prefix(other, tokens)
+            common[self._slot_of[other]] = self.common(request, prefix, reusable_tokens)
         for slot in self._slots_of_session.get(self._session[request], ()):
-            entry = self._kept[slot]
-            if slot in self._running:
-                entry = _Kept(self._running[slot], computed(self._running[slot]))
-            common[slot] = self.common(request, entry, reusable_tokens)
+            owner = self._owner[slot]
+            is_running = owner in self._slot_of
+            tokens = computed(owner) if is_running else self._idle_tokens[slot]
+            common[slot] = self.common(request, _Prefix(owner, tokens), reusable_tokens)
         return common
 
-    def _put(self, slot: int, request: int, tokens: int, shared: int) -> None:
-        """Record what a slot holds: `tokens` idle tokens of a request (-1: none), of which `shared`
-        belong to the prefix of all sessions."""
+    def _begin_idle(self, slot: int, since: float) -> None:
+        self._idle_since[slot] = since
+        heapq.heappush(self._idle_queue, (since, slot))
+
+    def _set(self, slot: int, request: int, idle_tokens: int, shared: int) -> None:
+        """Record what a slot holds: `idle_tokens` tokens of a request that has ended (-1: none), or
+        a running request's (0); `shared` of them belong to the prefix of all sessions."""
         previous_owner = self._owner[slot]
         if previous_owner >= 0:
             self._slots_of_session[self._session[previous_owner]].discard(slot)
         if request >= 0:
             self._slots_of_session.setdefault(self._session[request], set()).add(slot)
         self._owner[slot] = request
-        self.idle_tokens += tokens - self._held[slot]
-        self._held[slot] = tokens
-        self._kept[slot] = _Kept(request, tokens) if tokens else _NOTHING
+        self.idle_tokens += idle_tokens - self._idle_tokens[slot]
+        self._idle_tokens[slot] = idle_tokens
         self._shared_in_slots[slot] = shared
 
-    def _is_same(self, request: int, other: _Kept, tokens: int) -> bool:
+    def _is_same(self, request: int, other: _Prefix, tokens: int) -> bool:
         """Return whether a checkpoint holds exactly the first `tokens` tokens of a prompt."""
         return other.tokens == tokens == self.common(request, other, tokens)
 
-    def _longest_checkpoint(self, request: int, reusable_tokens: int, max_tokens: int) -> _Kept:
+    def _longest_checkpoint(self, request: int, reusable_tokens: int, max_tokens: int) -> _Prefix:
         """Return the longest checkpoint that the prompt begins with, of at most `max_tokens`, the
         most that some slot holds of the prompt."""
         fitting = [

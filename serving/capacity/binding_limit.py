@@ -15,7 +15,7 @@ Other processes that took a tenth of the engine's time take precedence over all 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,6 +77,13 @@ REMEDIES: dict[LimitKind, str] = {
     "kv_memory": "a larger KV cache, or one in 8 bits",
     "other_processes": "ending them, or keeping them from the engine's cores",
 }
+COST_WORDS: dict[LimitKind, str] = {
+    "prompts": "the cost of prompts",
+    "weights": "the fixed cost of each step, mostly reading the weights,",
+    "rows": "the cost of each generated token",
+    "context": "the cost of reading the KV cache",
+}
+MIN_SHOWN_SHARE = 0.005  # of the busy time; less is shown as 0 %
 GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores do not help
     "unloaded_ttft": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
     "prompts": "shorter prompts, reuse of prefixes, or a faster GPU",
@@ -131,33 +138,33 @@ def binding_limit(
     simulated = server.play(rate)
     missed = ~simulated.good(slo.ttft_seconds, slo.tpot_seconds)
     by_ttft = ~simulated.good(slo.ttft_seconds, None)
-    best = BindingLimit(
+    binding = BindingLimit(
         kind="weights",
         rate=rate,
         shares=busy_shares(server.step_times, simulated),
         late_by_ttft_share=float(by_ttft[missed].mean()) if missed.any() else None,
         taken_share=taken_share,
     )
-    replace = msgspec.structs.replace
-    gain_of = _Gains(server, slo)
-    gain = 0.0
-    for kind in COSTS:
-        if (kind_gain := gain_of.cheaper(kind)) > gain:
-            best, gain = replace(best, kind=kind, lifted_rate=rate * kind_gain), kind_gain
-    for kind, has_waited, settings, amount in _with_more(server.settings, simulated):
-        waited = float(has_waited[missed].mean()) if missed.any() else 0.0
-        if waited < MIN_WAITED:
+    gains = _Gains(server, slo)
+    gain_by_cost = {kind: gains.cheaper(kind) for kind in COSTS}
+    kind = max(COSTS, key=gain_by_cost.__getitem__)
+    gain = gain_by_cost[kind]
+    binding = msgspec.structs.replace(binding, kind=kind, lifted_rate=rate * gain)
+    for setting in _larger_settings(server.settings, simulated):
+        waited_share = float(setting.has_waited[missed].mean()) if missed.any() else 0.0
+        if waited_share < MIN_WAITED:
             continue
-        kind_gain = gain_of.with_settings(settings)
-        if kind_gain >= max(MIN_GAIN, AS_GOOD * gain):
-            gain = kind_gain
-            evidence = {
-                "waited_share": waited,
-                "lifted_rate": rate * kind_gain,
-                "lifted_to": amount,
-            }
-            best = replace(best, kind=kind, **evidence)
-    return best
+        setting_gain = gains.with_settings(setting.settings)
+        if setting_gain >= max(MIN_GAIN, AS_GOOD * gain):
+            gain = setting_gain
+            binding = msgspec.structs.replace(
+                binding,
+                kind=setting.kind,
+                waited_share=waited_share,
+                lifted_rate=rate * gain,
+                lifted_to=setting.amount,
+            )
+    return binding
 
 
 def by_other_processes(rate: float, taken_share: float) -> BindingLimit:
@@ -205,20 +212,26 @@ class _Gains:
         )
 
 
-def _with_more(
-    settings: SchedulerSettings, simulated: Simulated
-) -> Iterator[tuple[LimitKind, Flags, SchedulerSettings, int]]:
-    """Yield, for slots and KV memory: the kind of limit, which requests waited for it, settings
-    with more of it, and how much they have."""
-    replace = msgspec.structs.replace
+class _LargerSetting(NamedTuple):
+    """Settings with more slots or KV memory, to simulate what they would gain."""
+
+    kind: LimitKind
+    has_waited: Flags  # which requests waited for what there is too little of
+    settings: SchedulerSettings
+    amount: int  # the slots, or tokens of KV memory, in `settings`
+
+
+def _larger_settings(settings: SchedulerSettings, simulated: Simulated) -> Iterator[_LargerSetting]:
+    """Yield the settings with MORE times the slots, and with MORE times the KV memory."""
     if simulated.waited_for_slot is not None:
-        amount = settings.slots * MORE
-        step_tokens = max(settings.step_tokens, 2 * amount)
-        wider = replace(settings, slots=amount, step_tokens=step_tokens)
-        yield "slots", simulated.waited_for_slot, wider, amount
+        slots = settings.slots * MORE
+        step_tokens = max(settings.step_tokens, 2 * slots)
+        larger = msgspec.structs.replace(settings, slots=slots, step_tokens=step_tokens)
+        yield _LargerSetting("slots", simulated.waited_for_slot, larger, slots)
     if simulated.waited_for_kv is not None and settings.kv_tokens is not None:
-        amount = settings.kv_tokens * MORE
-        yield "kv_memory", simulated.waited_for_kv, replace(settings, kv_tokens=amount), amount
+        kv_tokens = settings.kv_tokens * MORE
+        larger = msgspec.structs.replace(settings, kv_tokens=kv_tokens)
+        yield _LargerSetting("kv_memory", simulated.waited_for_kv, larger, kv_tokens)
 
 
 def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
@@ -257,50 +270,50 @@ def sentence_of(binding: BindingLimit) -> str:
     if binding.kind == "unloaded_tpot":
         return f"Even a single request misses the TPOT limit. What helps: {remedy}."
     subject = f"{binding.words[:1].upper()}{binding.words[1:]}"
-    rise_words = _rise(binding)
     if binding.kind in ("slots", "kv_memory"):
-        unit = "slots" if binding.kind == "slots" else "tokens of KV memory"
+        unit, waited_for = "tokens of KV memory", "it"
+        if binding.kind == "slots":
+            unit, waited_for = "slots", "a slot"
         return (
             f"{subject} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
-            f"had to wait for {'a slot' if binding.kind == 'slots' else 'it'}. "
-            f"{binding.lifted_to:,} {unit} would raise the capacity{rise_words}."
+            f"had to wait for {waited_for}. {binding.lifted_to:,} {unit} would raise the capacity"
+            f"{_rise(binding)}."
         )
     if binding.kind == "other_processes":
-        without_words = f" Without them the capacity would rise{rise_words}." if rise_words else ""
+        rise = _rise(binding)
+        without_words = f" Without them the capacity would rise{rise}." if rise else ""
         return (
             f"{subject} bind: they took {_percent(binding.taken_share)} of the engine's time on "
             f"its cores.{without_words} What helps: {remedy}."
         )
-    shares = binding.shares
-    assert shares is not None
-    other_shares: dict[LimitKind, float] = {
-        "prompts": shares.prompts,
-        "weights": shares.weights,
-        "rows": shares.rows,
-        "context": shares.context,
-    }
-    share = other_shares.pop(binding.kind)
-    cost = {
-        "prompts": "the cost of prompts",
-        "weights": "the fixed cost of each step, mostly reading the weights,",
-        "rows": "the cost of each generated token",
-        "context": "the cost of reading the KV cache",
-    }[binding.kind]
-    other_words = ", ".join(
-        f"{KIND_WORDS[kind]} {_percent(share)}"
-        for kind, share in sorted(other_shares.items(), key=lambda pair: -pair[1])
-        if share >= 0.005
-    )
     late_words = ""
     if binding.late_by_ttft_share is not None:
         limit = "TTFT" if binding.late_by_ttft_share >= 0.5 else "TPOT"
         late_words = f" Requests that miss the SLO mostly miss the {limit} limit."
-    rest_words = f" (the rest: {other_words})" if other_words else ""
     return (
-        f"{subject} binds: halving {cost} would raise the capacity{rise_words}. It takes "
-        f"{_percent(share)} of the engine's busy time{rest_words}.{late_words} What helps: "
-        f"{remedy}."
+        f"{subject} binds: halving {COST_WORDS[binding.kind]} would raise the capacity"
+        f"{_rise(binding)}. It takes {_shares_words(binding)}.{late_words} What helps: {remedy}."
     )
+
+
+def _shares_words(binding: BindingLimit) -> str:
+    """Return `62 % of the engine's busy time (the rest: memory bandwidth 30 %, ...)`."""
+    assert binding.shares is not None
+    share_by_kind: dict[LimitKind, float] = {
+        "prompts": binding.shares.prompts,
+        "weights": binding.shares.weights,
+        "rows": binding.shares.rows,
+        "context": binding.shares.context,
+    }
+    own_share = share_by_kind.pop(binding.kind)
+    largest_first = sorted(share_by_kind.items(), key=lambda pair: -pair[1])
+    rest = ", ".join(
+        f"{KIND_WORDS[kind]} {_percent(share)}"
+        for kind, share in largest_first
+        if share >= MIN_SHOWN_SHARE
+    )
+    rest_words = f" (the rest: {rest})" if rest else ""
+    return f"{_percent(own_share)} of the engine's busy time{rest_words}"
 
 
 def _rise(binding: BindingLimit) -> str:

@@ -54,13 +54,12 @@ def choose_slot(
 ) -> SlotChoice:
     """Return the slot of a prompt if slots can be truncated: the one with the longest common
     prefix, or another one, to which that prefix is copied."""
-    best = _longest(common, free)
-    if common[best] < MIN_REUSED_TOKENS:
+    source = _longest(common, free)
+    reused = common[source]
+    if reused < MIN_REUSED_TOKENS:
         oldest = _oldest(free, held_tokens, idle_since)
         return SlotChoice(oldest, 0, oldest)
-    return SlotChoice(
-        _target(best, common[best], held_tokens, free, idle_since), common[best], best
-    )
+    return SlotChoice(_target(source, reused, held_tokens, free, idle_since), reused, source)
 
 
 def choose_checkpointed_slot(
@@ -79,49 +78,54 @@ def choose_checkpointed_slot(
     end, where the next turn of the conversation continues, and at the end of a prefix that it
     shares with another sequence.
     """
-    longest = max(common)
-    standing = [slot for slot in free if common[slot] == held_tokens[slot]]
-    target = max(standing, key=lambda slot: common[slot], default=free[0])
-    source, reused, is_restored = target, common[target] if standing else 0, False
-    if checkpoint_tokens > reused:
-        reused, is_restored = checkpoint_tokens, True
+    # The slots that hold nothing but the beginning of the prompt can be continued as they are.
+    continuable = [slot for slot in free if common[slot] == held_tokens[slot]]
+    target = max(continuable, key=common.__getitem__, default=free[0])
+    reused = common[target] if continuable else 0
+    source = target
+    is_restored = checkpoint_tokens > reused
+    if is_restored:
+        reused = checkpoint_tokens
         source = _longest(common, free)
         target = _target(source, reused, held_tokens, free, idle_since)
     elif reused < MIN_REUSED_TOKENS:
-        target = source = _oldest(free, held_tokens, idle_since)
         reused = 0
+        source = target = _oldest(free, held_tokens, idle_since)
+    longest = max(common)
     end = prompt_tokens - PROMPT_TAIL
-    lengths = (longest, end) if longest < end - MIN_REUSED_TOKENS else (end,)
-    marks = tuple(length for length in lengths if length >= max(MIN_REUSED_TOKENS, reused + 1))
+    lengths = [longest, end] if longest < end - MIN_REUSED_TOKENS else [end]
+    min_length = max(MIN_REUSED_TOKENS, reused + 1)
+    marks = tuple(length for length in lengths if length >= min_length)
     return CheckpointChoice(SlotChoice(target, reused, source), is_restored, marks)
 
 
 def _longest(common: Sequence[int], free: Sequence[int]) -> int:
     """Return the slot with the longest common prefix; of several, a free one, then the first."""
     max_common = max(common)
-    return next((slot for slot in free if common[slot] == max_common), common.index(max_common))
+    first = common.index(max_common)
+    if first in free:
+        return first
+    return next((slot for slot in free if common[slot] == max_common), first)
 
 
 def _target(
-    best: int,
+    source: int,
     reused: int,
     held_tokens: Sequence[int],
     free: Sequence[int],
     idle_since: Sequence[float],
 ) -> int:
-    """Return the free slot for a prompt that reuses tokens of slot `best`: that one, unless it is
+    """Return the free slot for a prompt that reuses tokens of slot `source`: that one, unless it is
     in use or would lose more than half of what it holds."""
-    mostly_shared = reused * 2 >= held_tokens[best]
-    if best in free and (mostly_shared or len(free) == 1):
-        return best
-    return _oldest([slot for slot in free if slot != best], held_tokens, idle_since)
+    if source not in free:
+        return _oldest(free, held_tokens, idle_since)
+    loses_little = reused * 2 >= held_tokens[source]
+    if loses_little or len(free) == 1:
+        return source
+    return _oldest([slot for slot in free if slot != source], held_tokens, idle_since)
 
 
 def _oldest(free: Sequence[int], held_tokens: Sequence[int], idle_since: Sequence[float]) -> int:
-    """Return the first free slot that is empty, otherwise the one that is idle for longest.
-
-    A simulation calls this a hundred thousand times.
-    """
-    slots = [slot for slot in free if not held_tokens[slot]] or free
-    times = [idle_since[slot] for slot in slots]
-    return slots[times.index(min(times))]
+    """Return the free slot that is idle for longest, of the empty ones if there are any."""
+    empty = [slot for slot in free if not held_tokens[slot]]
+    return min(empty or free, key=idle_since.__getitem__)

@@ -51,10 +51,9 @@ def plan_step(
     pieces: list[int] = []
     for tokens in pending:
         piece = tokens
-        if (
-            piece > remaining
-        ):  # leave at least two tokens: ONNX's int8 rounds a piece of one differently
-            piece = min(remaining, max(1, piece - 2))
+        if piece > remaining:
+            # Leave at least two tokens: ONNX's int8 rounds a piece of one differently.
+            piece = min(remaining, max(1, tokens - 2))
             if pieces and piece < PREFILL_MULTIPLE:
                 break  # not worth a piece of another prompt
             if piece > PREFILL_MULTIPLE:
@@ -79,6 +78,6 @@ def prefill_budget(rows: int, settings: SchedulerSettings, costs: StepCosts) -> 
         PREFILL_WORTH * (decode_seconds / rows - cheapest_row_seconds),
     )
     tokens = costs.prompt_tokens_in(seconds)
-    if tokens is None:
+    if tokens is None or tokens >= settings.prefill_tokens:
         return settings.prefill_tokens
     return min(settings.prefill_tokens, max(MIN_PREFILL_TOKENS, tokens))

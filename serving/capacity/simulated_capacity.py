@@ -21,7 +21,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.serving.capacity.batching_simulator import Array, Reuse, Simulated, Turns, simulate
+from crossover.serving.capacity.batching_simulator import (
+    Array,
+    Flags,
+    Reuse,
+    Simulated,
+    Simulation,
+    Turns,
+)
 from crossover.serving.capacity.choose_slot import COMPUTED_TAIL, PROMPT_TAIL
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo
@@ -60,6 +67,9 @@ WARM_UP, COOL_DOWN = 0.05, 0.03  # shares of the duration whose requests are not
 PRECISION = 0.02  # the search stops when the bounds of ln(rate) differ by less
 SLOWER = 1.1  # factor of all step times in the second search, which gives the steepness
 OVERLOAD = 1.1  # a server that meets the SLO at this multiple of its saturated rate always does
+# When this share of the requests has ended, a simulation stops if the target is out of reach. Each
+# look takes 1 % of a simulation's time, and late ones save little.
+CHECKED_SHARES = (0.1, 0.2, 0.4, 0.6)
 LOWEST = 1e-3  # share of the saturated rate below which the capacity is 0
 
 Whole = npt.NDArray[np.int64]
@@ -123,10 +133,10 @@ def common_factor(factors: Sequence[float]) -> tuple[float, float]:
     calibration, LOADED, which counts as half a level if the levels agree with it, as less if they
     do not, and not at all if they differ by MOVED: the machine had another speed then.
     """
-    logs = [math.log(factor / LOADED) for factor in factors]
-    disagreement = sum(logs) / len(logs) / math.log(1 + MOVED)
-    weight = len(logs) + CALIBRATED_AS * max(0.0, 1 - disagreement**2)
-    return LOADED * math.exp(sum(logs) / weight), weight
+    log_ratios = [math.log(factor / LOADED) for factor in factors]
+    disagreement = sum(log_ratios) / len(log_ratios) / math.log(1 + MOVED)
+    levels = len(log_ratios) + CALIBRATED_AS * max(0.0, 1 - disagreement**2)
+    return LOADED * math.exp(sum(log_ratios) / levels), levels
 
 
 def sd_of(levels: float) -> float:
@@ -154,9 +164,9 @@ def lengths_of(
         sessions = draw_sessions(workload, count, seed)
         return lengths_of_sessions(sessions, workload, reuse or PrefixReuse(), reasoning_share)
     requests = draw(workload, n, seed)
-    prompt = np.array([ask.prompt_tokens for ask in requests], dtype=np.int64)
-    output = np.array([ask.output_tokens for ask in requests], dtype=np.int64)
-    prefix_tokens = np.array([ask.prefix_tokens for ask in requests])
+    prompt = np.array([request.prompt_tokens for request in requests], dtype=np.int64)
+    output = np.array([request.output_tokens for request in requests], dtype=np.int64)
+    prefix_tokens = np.array([request.prefix_tokens for request in requests])
     cached = np.minimum(prompt - 1, (reused_share * prefix_tokens).astype(np.int64))
     return Lengths(prompt=prompt, output=output, cached=cached, reasoning_share=reasoning_share)
 
@@ -178,10 +188,10 @@ def lengths_of_sessions(
         for session in sessions
         for turn in sent_turns(session, workload.context_tokens, reuse.answer_growth)
     ]
-    fields = ("session", "number", "prompt_tokens", "output_tokens", "kept_tokens")
-    session, number, prompt, output, kept_tokens = (
-        np.array([getattr(turn, name) for turn in all_turns], dtype=np.int64) for name in fields
-    )
+    number = np.array([turn.number for turn in all_turns], dtype=np.int64)
+    prompt = np.array([turn.prompt_tokens for turn in all_turns], dtype=np.int64)
+    output = np.array([turn.output_tokens for turn in all_turns], dtype=np.int64)
+    kept_tokens = np.array([turn.kept_tokens for turn in all_turns], dtype=np.int64)
     previous_output = np.concatenate([[0], output[:-1]])
     previous_output[number == 0] = 0  # the turn before it is of another conversation
     lost_tokens = ((1.0 - reuse.answer_share) * previous_output).astype(np.int64)
@@ -189,7 +199,7 @@ def lengths_of_sessions(
     # Where nothing was kept, only what all conversations share is there.
     history_tokens = np.where(kept_tokens > 0, kept_tokens - lost_tokens, shared)
     turns = Turns(
-        session=session,
+        session=np.array([turn.session for turn in all_turns], dtype=np.int64),
         number=number,
         think_seconds=np.array([turn.think_seconds for turn in all_turns]),
         history_tokens=np.maximum(history_tokens, 0),
@@ -264,7 +274,7 @@ class Server:
         self.step_times, self.settings, self.lengths = step_times, settings, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
         self.count = count
-        self.played: dict[float, Simulated] = {}
+        self.played: dict[float, Simulated] = {}  # by rate
 
     def alone(self) -> Simulated:
         """Return the unloaded server: TTFT and TPOT of one request at a time, in closed form.
@@ -272,7 +282,7 @@ class Server:
         Conversations come one after the other, so that a slot holds the whole history.
         """
         step_times, lengths = self.step_times, self.lengths
-        cached = np.maximum(self._kept_at_most(), lengths.cached)
+        cached = np.maximum(self._max_cached(), lengths.cached)
         computed = np.maximum(lengths.prompt - cached, 1)
         steps = np.ceil(computed / self.settings.step_tokens)
         ttft = step_times.base_seconds * steps + step_times.prompt_token_seconds * computed
@@ -302,20 +312,59 @@ class Server:
         Raises WorkloadError if no request arrives between them.
         """
         if rate not in self.played:
-            seconds = self.count / rate
-            warm_up = WARM_UP * seconds
-            sessions = rate / self.lengths.mean_turns
-            due = due_times(self.arrivals, sessions, seconds + self._before, SEED) - self._before
-            simulated = self._simulated(due)
-            is_counted = (simulated.due >= warm_up) & (simulated.due < (1.0 - COOL_DOWN) * seconds)
-            if not is_counted.any():
-                raise WorkloadError("The arrivals have gaps that are too long to simulate")
-            self.played[rate] = simulated.of(is_counted)
+            self.played[rate] = self._finish(self._begin_at(rate), rate)
         return self.played[rate]
 
     def share(self, rate: float, slo: Slo) -> float:
         """Return the SLO attainment at this rate."""
         return float(self.play(rate).meets(slo).mean())
+
+    def meets(self, rate: float, slo: Slo) -> bool:
+        """Return whether the SLO attainment at this rate reaches the target.
+
+        An overloaded server is not simulated to the end. The simulation stops when so many requests
+        have missed the SLO that the target is out of reach, even if all others meet it.
+        """
+        if rate not in self.played:
+            simulation = self._begin_at(rate)
+            for ended_share in CHECKED_SHARES:
+                simulation.play(until_ended=ended_share * len(simulation.due))
+                if self._max_share(simulation, rate, slo) < slo.target:
+                    return False
+            self.played[rate] = self._finish(simulation, rate)
+        return self.share(rate, slo) >= slo.target
+
+    def _begin_at(self, rate: float) -> Simulation:
+        """Return the simulation at this rate, of which nothing is played yet."""
+        seconds = self.count / rate + self._seconds_before
+        conversations_per_second = rate / self.lengths.mean_turns
+        due = due_times(self.arrivals, conversations_per_second, seconds, SEED)
+        return self.begin(due - self._seconds_before)
+
+    def _finish(self, simulation: Simulation, rate: float) -> Simulated:
+        """Play a simulation to its end and return the requests that count. Raises WorkloadError if
+        there are none."""
+        simulation.play()
+        simulated = simulation.results()
+        is_counted = self._is_counted(simulated.due, rate)
+        if not is_counted.any():
+            raise WorkloadError("The arrivals have gaps that are too long to simulate")
+        return simulated.of(is_counted)
+
+    def _max_share(self, simulation: Simulation, rate: float, slo: Slo) -> float:
+        """Return the SLO attainment if all requests that have not ended yet count and meet it."""
+        simulated = simulation.times()
+        has_ended = np.isfinite(simulated.e2e)
+        may_count = ~has_ended | self._is_counted(simulated.due, rate)
+        has_missed = has_ended & may_count & ~simulated.meets(slo)
+        count = int(may_count.sum())
+        return (count - int(has_missed.sum())) / count if count else 1.0
+
+    def _is_counted(self, due: Array, rate: float) -> Flags:
+        """Return which requests are due after the warm-up and before the cool-down."""
+        seconds = self.count / rate
+        is_counted: Flags = (due >= WARM_UP * seconds) & (due < (1.0 - COOL_DOWN) * seconds)
+        return is_counted
 
     def users(self, rate: float) -> float | None:
         """Return the concurrent users at this rate by Little's law: conversations that begin per
@@ -332,13 +381,13 @@ class Server:
         upper bound: each turn finds its whole history in a slot."""
         count, server = min(QUICK_REQUESTS, self.count), self
         if self.lengths.turns is not None:
-            lengths = msgspec.structs.replace(self.lengths, cached=self._kept_at_most(), turns=None)
+            lengths = msgspec.structs.replace(self.lengths, cached=self._max_cached(), turns=None)
             server = Server(self.step_times, self.settings, lengths, self.arrivals, count=count)
-        simulated = server._simulated(np.zeros(count))
+        simulated = server.simulate_due(np.zeros(count))
         first, last = np.quantile(simulated.ttft, (0.25, 0.75))  # requests start as others end
         return len(simulated.due) / 2 / max(float(last - first), 1e-9)
 
-    def _kept_at_most(self) -> Whole:
+    def _max_cached(self) -> Whole:
         """Return the tokens of each prompt that are reused if the server evicts nothing."""
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None or turns.reuse == "none":
@@ -347,8 +396,9 @@ class Server:
         if turns.reuse == "checkpoints":  # the last one is near the end of the previous prompt
             last_checkpoint = np.concatenate([[0], lengths.prompt[:-1] - PROMPT_TAIL])
             kept_tokens = np.where(turns.number > 0, np.minimum(kept_tokens, last_checkpoint), 0)
-        reusable: Whole = np.clip(kept_tokens, 0, np.maximum(lengths.prompt - COMPUTED_TAIL, 0))
-        return reusable
+        reusable_tokens = np.maximum(lengths.prompt - COMPUTED_TAIL, 0)
+        cached_tokens: Whole = np.clip(kept_tokens, 0, reusable_tokens)
+        return cached_tokens
 
     def crossing(self, slo: Slo, below: float | None = None) -> float:
         """Return the rate at which SLO attainment equals the target; 0.0: it is always lower.
@@ -356,20 +406,26 @@ class Server:
         `below`: a rate at which it is known to be lower.
         """
         if below is None:
-            low = high = self.saturated_rate()
-            if self.share(high * OVERLOAD, slo) >= slo.target:
-                return high
-            high *= OVERLOAD
+            low = self.saturated_rate()
+            high = low * OVERLOAD
+            if self.meets(high, slo):
+                return low
         else:
             low = high = below
+        # Lower the rate until it meets the SLO, then halve the interval between low and high.
         lowest = LOWEST * high
-        while self.share(low := low * 0.8, slo) < slo.target:
-            high = low
+        low *= 0.8
+        while not self.meets(low, slo):
             if low < lowest:
                 return 0.0
+            high = low
+            low *= 0.8
         while math.log(high / low) > PRECISION:
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if self.share(middle, slo) >= slo.target else (low, middle)
+            if self.meets(middle, slo):
+                low = middle
+            else:
+                high = middle
         # Interpolate linearly, since attainment falls little between the two rates.
         low_share, high_share = self.share(low, slo), self.share(high, slo)
         fraction = (low_share - slo.target) / max(low_share - high_share, 1e-9)
@@ -380,63 +436,84 @@ class Server:
         """Return the seconds from a conversation's start to each of its turns on an idle server."""
         turns = self.lengths.turns
         assert turns is not None
-        answers = self.alone().e2e
-        previous_answer = np.concatenate([[0.0], answers[:-1]])
-        gaps = np.where(turns.number > 0, turns.think_seconds + previous_answer, 0.0)
+        answer_seconds = self.alone().e2e
+        previous_answer_seconds = np.concatenate([[0.0], answer_seconds[:-1]])
+        gaps = np.where(turns.number > 0, turns.think_seconds + previous_answer_seconds, 0.0)
         elapsed = np.cumsum(gaps)
-        return np.asarray(elapsed - elapsed[np.arange(len(elapsed)) - turns.number])
+        first_turn = np.arange(len(elapsed)) - turns.number  # index of the conversation's first
+        return np.asarray(elapsed - elapsed[first_turn])
 
     @property
-    def _before(self) -> float:
+    def _seconds_before(self) -> float:
         """Return how many seconds before the start a conversation may have begun and still be in
         progress at the start."""
         return 0.0 if self.lengths.turns is None else float(self._offsets.max())
 
-    def _simulated(self, due: Array) -> Simulated:
-        """Simulate requests that are due at these times, or conversations that begin at them.
+    def simulate_due(self, due: Array) -> Simulated:
+        """Simulate requests that are due at these times, or conversations that begin at them."""
+        simulation = self.begin(due)
+        simulation.play()
+        return simulation.results()
+
+    def begin(self, due: Array) -> Simulation:
+        """Return the simulation of requests that are due at these times, or of conversations that
+        begin at them, of which nothing is played yet. The lengths repeat if there are more."""
+        lengths = self.lengths
+        if lengths.turns is not None:
+            return self._begin_conversations(due, lengths.turns)
+        index = np.arange(len(due)) % len(lengths.prompt)
+        return Simulation(
+            self.step_times,
+            self.settings,
+            due,
+            lengths.prompt[index],
+            lengths.output[index],
+            lengths.cached[index],
+            reasoning_share=lengths.reasoning_share,
+        )
+
+    def _begin_conversations(self, due: Array, turns: Turns) -> Simulation:
+        """Return the simulation of conversations that begin at these times.
 
         Conversations that begin before time 0 proceed as on an idle server until then. Their turns
         from 0 on are simulated, and slots hold what their last turns before 0 have left.
         """
-        lengths, turns = self.lengths, self.lengths.turns
-        if turns is None:
-            turn_index = np.arange(len(due)) % len(lengths.prompt)
-            columns = (
-                lengths.prompt[turn_index],
-                lengths.output[turn_index],
-                lengths.cached[turn_index],
-            )
-            simulated = simulate(self.step_times, self.settings, due, *columns)
-            return msgspec.structs.replace(simulated, reasoning_share=lengths.reasoning_share)
+        # For every turn of every conversation: the conversation, the number of the turn in it, and
+        # the index of the turn in `turns`.
         first_turns = np.flatnonzero(turns.number == 0)
-        counts = np.diff([*first_turns, len(turns.number)])
-        session_index = np.arange(len(due)) % len(first_turns)
-        session = np.repeat(np.arange(len(due)), counts[session_index])
-        number = np.arange(len(session)) - np.repeat(
-            np.cumsum(counts[session_index]) - counts[session_index], counts[session_index]
-        )
-        turn_index = first_turns[session_index][session] + number
-        times = due[session] + self._offsets[turn_index]
-        is_timed = (times >= 0.0) & ((number == 0) | (np.concatenate([[0.0], times[:-1]]) < 0.0))
-        has_next_in_past = np.append((number[1:] > 0) & (times[1:] < 0.0), False)
-        last_past_turns = np.flatnonzero((times < 0.0) & ~has_next_in_past)  # one of each session
+        source = np.arange(len(due)) % len(first_turns)  # of `turns`, by conversation
+        turn_counts = np.diff([*first_turns, len(turns.number)])[source]
+        session = np.repeat(np.arange(len(due)), turn_counts)
+        turns_before = np.cumsum(turn_counts) - turn_counts
+        number = np.arange(len(session)) - turns_before[session]
+        index = first_turns[source][session] + number
+        times = due[session] + self._offsets[index]
+
+        is_past = times < 0.0
+        is_after_past = (number == 0) | np.append(True, is_past[:-1])
+        has_next_in_past = np.append((number[1:] > 0) & is_past[1:], False)
+        last_past_turns = np.flatnonzero(is_past & ~has_next_in_past)  # one of each conversation
         by_time = np.argsort(times[last_past_turns])
-        last_past_turns = last_past_turns[by_time][-self.settings.slots :]
+        kept_past_turns = last_past_turns[by_time][-self.settings.slots :]
         # All other turns before 0 are left out, because there may be very many of them.
-        is_played = times >= 0.0
-        is_played[last_past_turns] = True
-        new_index = np.cumsum(is_played) - 1
-        played_turns = msgspec.structs.replace(
-            turns,
-            session=session[is_played],
-            number=number[is_played],
-            think_seconds=turns.think_seconds[turn_index[is_played]],
-            history_tokens=turns.history_tokens[turn_index[is_played]],
-            is_timed=is_timed[is_played],
-            ended=tuple(new_index[last_past_turns].tolist()),
+        is_played = ~is_past
+        is_played[kept_past_turns] = True
+        played_index = np.cumsum(is_played) - 1
+        index = index[is_played]
+        return Simulation(
+            self.step_times,
+            self.settings,
+            times[is_played],
+            self.lengths.prompt[index],
+            self.lengths.output[index],
+            turns=msgspec.structs.replace(
+                turns,
+                session=session[is_played],
+                number=number[is_played],
+                think_seconds=turns.think_seconds[index],
+                history_tokens=turns.history_tokens[index],
+                is_timed=(~is_past & is_after_past)[is_played],
+                ended=tuple(played_index[kept_past_turns].tolist()),
+            ),
+            reasoning_share=self.lengths.reasoning_share,
         )
-        tokens = (lengths.prompt[turn_index[is_played]], lengths.output[turn_index[is_played]])
-        simulated = simulate(
-            self.step_times, self.settings, times[is_played], *tokens, turns=played_turns
-        )
-        return msgspec.structs.replace(simulated, reasoning_share=lengths.reasoning_share)

@@ -43,14 +43,17 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     e2e_seconds: Positive | None = None
 
     def tighter(self, factor: float) -> Slo:
-        """With limits that are lower by a factor."""
-        values = {name: getattr(self, name) for name in LIMITS.values()}
-        tighter = {name: value and value / factor for name, value in values.items()}
-        return msgspec.structs.replace(self, **tighter)
+        """Return the SLO with all limits divided by a factor."""
+        limits = {name: getattr(self, name) for name in LIMITS.values()}
+        tighter_limits = {
+            name: None if limit is None else limit / factor for name, limit in limits.items()
+        }
+        return msgspec.structs.replace(self, **tighter_limits)
 
 
 # Limits of the 99th percentiles of TTFT and of the time between tokens.
 CATALOG = "limits of inference-perf's workload catalog"
+# The short name of each limit, as in "ttft=2", and its field.
 LIMITS = {name: f"{name}_seconds" for name in ("ttft", "tpot", "ttfa", "e2e")}
 
 
@@ -60,11 +63,11 @@ def parse_slo(text: str) -> Slo:
     """
     if text in SLO_PRESETS:
         return SLO_PRESETS[text]
-    given: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
-        key = LIMITS.get(name, name)
-        if not sign or key not in (*LIMITS.values(), "target"):
+        field = LIMITS.get(name, name)
+        if not sign or field not in (*LIMITS.values(), "target"):
             presets = ", ".join(SLO_PRESETS)
             if "=" not in text:
                 raise ValueError(
@@ -76,12 +79,13 @@ def parse_slo(text: str) -> Slo:
                 f"in seconds, such as ttft=2,tpot=0.1; or use a preset: {presets}."
             )
         try:
-            given[key] = float(value)
+            values[field] = float(value)
         except ValueError:
             raise ValueError(f"{text!r}: {name} must be a number, got {value!r}") from None
-    limits = {"ttft_seconds": None, "tpot_seconds": None, **given}
     try:
-        return msgspec.convert({"name": "own", **limits}, Slo)
+        return msgspec.convert(
+            {"name": "own", "ttft_seconds": None, "tpot_seconds": None, **values}, Slo
+        )
     except msgspec.ValidationError as problem:
         raise ValueError(f"{text!r}: {problem}") from None
 
@@ -111,7 +115,9 @@ DEFAULT_SLO = SLO_PRESETS["chat"]
 def requests_to_hold(slo: Slo) -> int:
     """Return the smallest number of requests, all of which meet the SLO, that confirm a rate.
 
-    52 for a target of 95 %, 268 for 99 %, both at a confidence of 95 %.
+    52 for a target of 95 %, 268 for 99 %, both at a confidence of 95 %. Wilson's lower bound of a
+    share of which all n requests are part is n / (n + z**2), and must reach the target.
     """
     z = NormalDist().inv_cdf(slo.confidence)
-    return math.ceil(z * z * slo.target / (1 - slo.target) - 1e-9)
+    rounding_error = 1e-9
+    return math.ceil(z * z * slo.target / (1 - slo.target) - rounding_error)

@@ -16,7 +16,7 @@ from crossover.serving.capacity.simulated_capacity import (
 )
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.arrivals import Gamma, Poisson, due_times
-from crossover.serving.workload.request_lengths import Workload
+from crossover.serving.workload.request_lengths import Spread, Workload
 from tests.loadtests.capacity.known_server import STEP_TIMES
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
@@ -24,6 +24,13 @@ capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUEST
 POLICY = SchedulerSettings(slots=8, step_seconds_target=0.3, step_tokens=2048)
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
+TALKS = Workload(
+    prompt_tokens=200,
+    output_tokens=30,
+    turns=Spread(mean=4, sd=2, min=1, max=8),
+    think_seconds=Spread(mean=5, sd=3, max=20),
+    turn_tokens=Spread(mean=40),
+)
 
 
 def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
@@ -70,3 +77,16 @@ def test_what_is_found_in_a_cache_need_not_be_computed():
     )
     assert none < half < every
     assert set(lengths_of(shared, 50, 1, 1.0).cached.tolist()) == {1000}
+
+
+@pytest.mark.parametrize("workload", [CHAT, TALKS], ids=["requests", "conversations"])
+def test_a_rate_is_judged_alike_whether_or_not_the_simulation_stops_early(workload: Workload):
+    lengths = lengths_of(workload, 300, 1)
+    saturated_rate = Server(STEP_TIMES, POLICY, lengths, count=300).saturated_rate()
+    verdicts = []
+    for load in (0.3, 0.6, 0.8, 1.0, 1.5):
+        stopping = Server(STEP_TIMES, POLICY, lengths, count=300)
+        verdicts.append(stopping.meets(load * saturated_rate, SLO))
+        whole = Server(STEP_TIMES, POLICY, lengths, count=300)
+        assert verdicts[-1] == (whole.share(load * saturated_rate, SLO) >= SLO.target)
+    assert verdicts[0] and not verdicts[-1] and not stopping.played, "overload is not played on"

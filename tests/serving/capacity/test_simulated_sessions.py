@@ -161,7 +161,7 @@ def test_capacity_with_reuse_is_higher_and_is_told_in_users() -> None:
     assert lengths.turns is not None
     sessions = int((lengths.turns.number == 0).sum())
     begins = due_times(Poisson(), found.rate / lengths.mean_turns, 1e6, 0)[:sessions]
-    played = Server(STEPS, settings, lengths)._simulated(begins)
+    played = Server(STEPS, settings, lengths).simulate_due(begins)
     first = np.flatnonzero(lengths.turns.number == 0)
     until = (played.due + played.e2e)[[*first[1:] - 1, -1]]
     start, end = 0.2 * begins[-1], 0.8 * begins[-1]
@@ -186,7 +186,7 @@ def test_a_conversation_alone_computes_only_what_is_new() -> None:
     lengths = lengths_of(talk, 3, 1)
     assert lengths.prompt.tolist()[0] == 220 and len(lengths.prompt) == 3
     server = Server(STEPS, settings, lengths, Constant())
-    played = server._simulated(np.zeros(1))
+    played = server.simulate_due(np.zeros(1))
     alone = server.alone()
     for one in ("ttft", "tpot", "e2e", "cached"):
         assert getattr(alone, one) == pytest.approx(getattr(played, one), rel=0.01), one
