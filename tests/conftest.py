@@ -41,6 +41,17 @@ HEAVY = (
 )
 
 
+# Files whose tests look at the same runs, which a process makes once (tests.reports.runs).
+OF_THE_SAME_RUNS = (
+    "tests/reports/plan/",
+    "tests/reports/test_adding_a_chart.py",
+    "tests/reports/test_conversations.py",
+    "tests/reports/test_page_in_browser.py",
+    "tests/reports/test_report.py",
+    "tests/reports/test_two_devices.py",
+)
+
+
 # What begins first, so that the workers end together.
 LONGEST = (
     "heavy",
@@ -51,11 +62,11 @@ LONGEST = (
 
 
 def worker_group(nodeid: str) -> str:
-    """What one worker runs as a whole, for its fixtures: a file, HEAVY, or all of tests/reports."""
+    """What one worker runs as a whole, for its fixtures: a file, HEAVY, or OF_THE_SAME_RUNS."""
     file = nodeid.partition("::")[0]
     if file.startswith(HEAVY):
         return "heavy"
-    return "reports" if file.startswith("tests/reports/") else file
+    return "reports" if file.startswith(OF_THE_SAME_RUNS) else file
 
 
 class ByFile(LoadScopeScheduling):

@@ -120,7 +120,7 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
     out = StringIO()
-    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=75, level=5.0)
+    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=45, level=3.0)
     with Progress(out, log_interval_seconds=1.0) as progress:
         folder = run(plan, tmp_path, progress, command=["test"])
     check_folder(folder)

@@ -128,11 +128,12 @@ def test_an_answer_keeps_to_a_schema(url: str) -> None:
 @pytest.mark.parametrize("url", ["llama_cpp"], indirect=True)  # below, a campaign loads both
 def test_load_is_put_on_it(url: str) -> None:
     command = [sys.executable, "-m", "crossover", "load", url, "--api", "chat", "--rate", "1"]
-    command += ["--workload", "60x8", "--duration", "5"]
+    command += ["--workload", "60x8", "--duration", "3"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
 
 
+@pytest.mark.slow
 def test_four_bits_know_it(cache: Path, safetensors: Path) -> None:
     with served(cache, safetensors, "onnx", "int4") as url, client_of(url) as client:
         assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
@@ -206,6 +207,7 @@ def text(safetensors: Path) -> tuple[Any, Any]:
     return ids, np.stack([logprobs_of(safetensors, row.tolist()) for row in ids])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 1)])
 def test_a_format_says_on_text_what_the_floats_say(
     weight_format: str, most: float, cache: Path, safetensors: Path, text: tuple[Any, Any]

@@ -48,12 +48,13 @@ def test_a_file_cut_anywhere_is_refused(gguf_bytes: bytes, tmp_path: Path) -> No
         _header(head + array[:4] + array * 5000 + bytes(64), file)
 
 
+@pytest.mark.parametrize("files", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_damaged_header_is_read_or_refused_but_nothing_worse(
-    gguf_bytes: bytes, tmp_path: Path
+    files: int, gguf_bytes: bytes, tmp_path: Path
 ) -> None:
     generator = random.Random(11)
     refused = 0
-    for _ in range(300):
+    for _ in range(files):
         damaged = bytearray(gguf_bytes)
         for _ in range(generator.choice([1, 1, 4])):
             most = generator.choice([64, 1200, len(damaged) - 95_000])
@@ -63,7 +64,7 @@ def test_a_damaged_header_is_read_or_refused_but_nothing_worse(
             _header(bytes(damaged), tmp_path / "x.gguf").spec("x")
         except ModelError:
             refused += 1
-    assert refused > 50
+    assert refused > files / 6
 
 
 def test_of_another_architecture_the_header_says_what_serving_needs(

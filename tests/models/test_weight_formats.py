@@ -33,7 +33,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("spec", SHAPES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec,
+            id=spec.name,
+            marks=[pytest.mark.slow] if spec.name in ("wide", "80-layers") else [],
+        )
+        for spec in SHAPES
+    ],
+)
 def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: Path) -> None:
     write_gguf(spec, tmp_path / "float.gguf", "F32")
     for weight_format in ("Q4_K_M",) if spec.layers == 80 else ("F16", "Q8_0", "Q4_0", "Q4_K_M"):

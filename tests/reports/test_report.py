@@ -236,7 +236,13 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [(EVENTS, 0.0), (EVENTS, 0.1), (EVENTS, 0.6), (REQUESTS, 0.35), (REQUESTS, 0.999)],
+    [
+        (EVENTS, 0.0),
+        pytest.param(EVENTS, 0.1, marks=pytest.mark.slow),
+        (EVENTS, 0.6),
+        (REQUESTS, 0.35),
+        pytest.param(REQUESTS, 0.999, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     tmp_path: Path, name: str, share: float

@@ -233,18 +233,20 @@ def killed_run(
     return folder
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_after_every_append_and_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever the runner dies: nothing that was finished is measured again, bursts neither, and
-    the end is the same kind of run with the same answer.
+    the end is the same kind of run with the same answer. `every`: of so many appends, one is the
+    last.
     """
     plan = campaign(400, models=TWO, search="confirm = 1")
     whole_folder = Simulated().run(plan, tmp_path / "whole")
     whole = kinds(whole_folder)
     assert whole.count("level_finished") >= 7
     answers = of_kind(read_records(whole_folder).events, CellFinished)
-    for appends in range(1, len(whole)):
+    for appends in range(1, len(whole), every):
         folder = killed_run(plan, tmp_path / str(appends), monkeypatch, appends, Simulated())
         assert kinds(folder) == whole[:appends], "what was appended is there, and no more"
         kept = list(read_records(folder).finished_levels)

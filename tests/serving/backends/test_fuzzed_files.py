@@ -78,8 +78,17 @@ def check_server(backend: str, path: Path) -> str:
         return state
 
 
-@pytest.mark.parametrize("damage", [cut, scrambled], ids=lambda it: it.__name__)
-@pytest.mark.parametrize("backend", ["llama_cpp", "onnx", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "damage"),
+    [
+        pytest.param("llama_cpp", cut, id="llama_cpp-cut"),
+        pytest.param("llama_cpp", scrambled, id="llama_cpp-scrambled"),
+        pytest.param("onnx", cut, id="onnx-cut"),
+        pytest.param("onnx", scrambled, id="onnx-scrambled", marks=pytest.mark.slow),
+        pytest.param("torch", cut, id="torch-cut"),
+        pytest.param("torch", scrambled, id="torch-scrambled", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_file_kills_at_most_the_engine(
     gguf: Path, tmp_path: Path, backend: str, damage: Damage
 ) -> None:

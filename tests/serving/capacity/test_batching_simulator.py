@@ -24,6 +24,7 @@ from tests.loadtests.capacity.known_server import (
     KnownServer,
 )
 
+SLOW_TEST = pytest.mark.slow
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
 
@@ -126,7 +127,9 @@ SLOW = StepTimeModel(
 )
 
 
-@pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
+@pytest.mark.parametrize(
+    ("servers", "load"), [(1, 0.6), pytest.param(4, 3.0, marks=SLOW_TEST), (8, 6.0)]
+)
 def test_geometric_service_is_m_m_c(servers, load):
     outputs = np.random.default_rng(11).geometric(1 / 100, 60_000)
     service = 100 * STEP
@@ -139,17 +142,20 @@ def test_geometric_service_is_m_m_c(servers, load):
     )
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
 @pytest.mark.parametrize(
-    ("step_times", "rate", "kv_tokens", "within"),
+    ("step_times", "rate", "kv_tokens", "within", "told"),
     [
-        (SMALL, 1.0, None, 0.03),
-        (SLOW, 0.2, None, 0.03),
-        (CALLS, 0.7, None, 0.06),
-        (MIXTURE, 0.7, None, 0.1),
-        (SMALL, 0.7, 700, 0.06),
+        pytest.param(SMALL, 1.0, None, 0.03, False, id="small, learnt"),
+        pytest.param(CALLS, 0.7, None, 0.06, False, id="calls, learnt"),
+        pytest.param(MIXTURE, 0.7, None, 0.1, True, id="experts, told"),
+        pytest.param(SMALL, 0.7, 700, 0.06, True, id="tight pool, told"),
+        pytest.param(SMALL, 1.0, None, 0.03, True, id="small, told", marks=SLOW_TEST),
+        pytest.param(SLOW, 0.2, None, 0.03, True, id="slow, told", marks=SLOW_TEST),
+        pytest.param(SLOW, 0.2, None, 0.03, False, id="slow, learnt", marks=SLOW_TEST),
+        pytest.param(CALLS, 0.7, None, 0.06, True, id="calls, told", marks=SLOW_TEST),
+        pytest.param(MIXTURE, 0.7, None, 0.1, False, id="experts, learnt", marks=SLOW_TEST),
+        pytest.param(SMALL, 0.7, 700, 0.06, False, id="tight pool, learnt", marks=SLOW_TEST),
     ],
-    ids=["small", "slow", "calls", "experts", "tight pool"],
 )
 def test_the_simulation_is_of_the_schedulers_own_policy(step_times, rate, kv_tokens, within, told):
     policy = SchedulerSettings(

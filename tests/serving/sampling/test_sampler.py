@@ -132,7 +132,13 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", KINDS, ids=repr)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(kind, id=repr(kind), marks=[pytest.mark.slow] if place % 2 else [])
+        for place, kind in enumerate(KINDS)
+    ],
+)
 def test_what_is_drawn_has_the_exact_distribution(sampling: Sampling) -> None:
     logits = (np.random.default_rng(2).standard_normal(701) * 2).astype(np.float32)
     assert_drawn_from(draws(logits, sampling, 6000), expected_distribution(logits, sampling))

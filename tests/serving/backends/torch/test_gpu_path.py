@@ -21,6 +21,11 @@ from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
 from tests.tools.fake_cuda import FakeCuda, install_flash
 
+ON_EVERY_RUN = ("tiny-llama3", "tiny-qwen3")
+SHAPES = [
+    pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow]) for name in TINY
+]
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
@@ -36,7 +41,7 @@ def on_gpu(make: Make, shape: str, **settings: Any) -> TorchBackend:
     return backend
 
 
-@pytest.mark.parametrize("shape", TINY)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_packed_attention_in_graphs_gives_the_tokens_of_transformers(
     make: Make, cuda: FakeCuda, shape: str
 ) -> None:

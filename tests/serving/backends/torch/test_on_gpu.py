@@ -36,6 +36,11 @@ LENGTHS = [1, 2, 3, 17, 64, 65, 127, 128]
 LONG_LENGTHS = [*LENGTHS, 200, 255, 256, 257, 300, 400, 511, 700]
 ON_DEVICE = pytest.param("cuda", marks=pytest.mark.gpu)
 
+ON_EVERY_RUN = ("tiny-llama3", "tiny-qwen3")
+SHAPES = [
+    pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow]) for name in TINY
+]
+
 
 @pytest.fixture(params=["cpu", ON_DEVICE])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -56,7 +61,7 @@ def fast(make: Make, folder: Path, **settings: Any) -> Any:
     return backend
 
 
-@pytest.mark.parametrize("shape", TINY)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_mixed_launched_and_copied_steps_give_the_tokens_of_transformers(
     make: Make, gpu: str, shape: str
 ) -> None:
