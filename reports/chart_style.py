@@ -107,8 +107,9 @@ _SECONDS_LABEL = (
 _SHORT_UNITS = {"/s": "/s", " a minute": "/min", " an hour": "/h"}
 
 
-def data(rows: Sequence[Row]) -> Layer:
-    """Return a chart of these rows. Its specification contains them, so no file is needed."""
+def chart_of(rows: Sequence[Row]) -> Layer:
+    """Return a chart of these rows, to which marks and axes are added. Its specification contains
+    the rows, so no file is needed."""
     return alt.Chart(alt.InlineData(values=list(rows)))
 
 
@@ -121,9 +122,9 @@ def layered(layers: Sequence[Layer], height: int, title: str = "") -> Spec:
     return spec
 
 
-def palette(field: str, colours: Mapping[str, str], legend: bool = True) -> Any:
-    """Return the color encoding of `field`. `colours`: value of the field -> color."""
-    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+def palette(field: str, colors: Mapping[str, str], legend: bool = True) -> Any:
+    """Return the color encoding of `field`. `colors`: value of the field -> color."""
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
     return alt.Color(field, scale=scale, legend=alt.Legend() if legend else None)
 
 
@@ -138,34 +139,36 @@ def ticks(low: float, high: float, max_ticks: int = 7) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks_in_range: list[float] = []
     for digits in ((1, 2, 5), (1, 3), (1,)):
-        candidates = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
-        ticks_in_range = [tick for tick in candidates if low <= tick <= high]
+        ticks_in_range = []
+        for decade in decades:
+            candidates = [float(f"{digit}e{decade}") for digit in digits]
+            ticks_in_range += [tick for tick in candidates if low <= tick <= high]
         if len(ticks_in_range) <= max_ticks:
             break
     return ticks_in_range
 
 
-def rate_ticks(low: float, high: float, like: float | None, max_ticks: int = 7) -> list[float]:
-    """Return ticks in requests/s, from `low` to `high`, that are round numbers in the unit in which
-    the rate `like` is written (a second, a minute or an hour)."""
-    factor, _ = formatting.rate_unit(like)
+def rate_ticks(low: float, high: float, unit_rate: float | None, max_ticks: int = 7) -> list[float]:
+    """Return ticks from `low` to `high`, in requests/s. They are round numbers in the unit (a
+    second, a minute or an hour) in which `unit_rate` is written."""
+    factor, _ = formatting.rate_unit(unit_rate)
     return [tick / factor for tick in ticks(low * factor, high * factor, max_ticks)]
 
 
-def rate_label(rate: float, like: float | None) -> str:
-    """Return a rate, in requests/s, with the unit in which `like` is written: `20/h`, `50/min`."""
-    factor, unit = formatting.rate_unit(like)
+def rate_label(rate: float, unit_rate: float | None) -> str:
+    """Return a rate in the unit in which `unit_rate` is written: `20/h`, `50/min`."""
+    factor, unit = formatting.rate_unit(unit_rate)
     return f"{formatting.significant(rate * factor, 1)}{_SHORT_UNITS[unit]}"
 
 
-def rate_axis(low: float, high: float, like: float | None) -> alt.X:
-    """Return a logarithmic axis of the field `rate`, from `low` to `high` requests/s, labelled in
-    the unit in which the rate `like` is written."""
-    factor, unit = formatting.rate_unit(like)
+def rate_axis(low: float, high: float, unit_rate: float | None) -> alt.X:
+    """Return a logarithmic axis of the field `rate`, from `low` to `high` requests/s, with labels
+    in the unit in which `unit_rate` is written."""
+    factor, unit = formatting.rate_unit(unit_rate)
     axis = alt.Axis(
         title=f"requests{unit.replace('/s', ' a second')}, logarithmic",
         labelExpr=f"format(datum.value * {factor}, ',.3~r')",
-        values=rate_ticks(low, high, like, 6),
+        values=rate_ticks(low, high, unit_rate, 6),
         labelOverlap=False,
     )
     return alt.X("rate:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=axis)
@@ -179,21 +182,21 @@ def seconds_axis(low: float, high: float) -> alt.Y:
     return alt.Y("seconds:Q", scale=scale, axis=axis)
 
 
-def rule_at(value: float, text: str, y: alt.Y, colour: str = SLO) -> list[Layer]:
+def rule_at(value: float, text: str, y: alt.Y, color: str = SLO) -> list[Layer]:
     """Return a dashed horizontal line at `value` of the axis `y`, with its text above its left
     end."""
-    field: Any = y.to_dict()
-    line = data([{str(field["field"]): value, "text": text}])
+    axis: Any = y.to_dict()
+    line = chart_of([{axis["field"]: value, "text": text}])
     mark = {"align": "left", "baseline": "bottom", "dx": 3, "dy": -3, "fontSize": 11}
     return [
-        line.mark_rule(color=colour, strokeDash=[4, 3]).encode(y=y),
-        line.mark_text(color=colour, **mark).encode(x=alt.value(0), y=y, text="text:N"),
+        line.mark_rule(color=color, strokeDash=[4, 3]).encode(y=y),
+        line.mark_text(color=color, **mark).encode(x=alt.value(0), y=y, text="text:N"),
     ]
 
 
 def rate_line(rate: float, text: str, x: alt.X) -> list[Layer]:
     """Return a vertical line at `rate` of the axis `x`, with its text left of its upper end."""
-    line = data([{"rate": rate, "text": text}])
+    line = chart_of([{"rate": rate, "text": text}])
     mark = {"align": "right", "baseline": "top", "dx": -4, "fontSize": 11}
     return [
         line.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x),

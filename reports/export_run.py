@@ -29,8 +29,8 @@ from crossover.loadtests.records.run_folder import (
 )
 from crossover.models import formatting
 from crossover.models.model_ladder import is_ladder_model
-from crossover.models.weights_manifest import write_atomically
 from crossover.reports.errors import ReportError
+from crossover.reports.write_folder import write_folder
 from crossover.serving.capacity.slo import SLO_PRESETS
 
 # Keys whose texts are kept: only Crossover writes them, never a user or a server. Under any other
@@ -120,8 +120,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     Returns lines that say what the copy contains. Raises ReportError if `out` is not empty or
     cannot be written, and BadRunFolder if `folder` holds no run.
     """
-    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    if not is_new:
+    if out.exists() and not _is_empty_folder(out):
         raise ReportError(f"--share {str(out)!r} exists already. Give a new folder")
     run = read_records(folder)
     aliases = _aliases(run.manifest.cells)
@@ -136,12 +135,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     files = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"}
     for name, records in ((EVENTS, events), (REQUESTS, requests), (SAMPLES, samples)):
         files[name] = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomically(out / name, content)
-    except OSError as problem:
-        raise ReportError(f"{out} cannot be written: {problem.strerror}") from problem
+    write_folder(out, files)
     size = formatting.size(sum(map(len, files.values())))
     texts = sorted(set(_texts([manifest, events, requests, samples])))
     return [
@@ -151,9 +145,16 @@ def export_run(folder: Path, out: Path) -> list[str]:
     ]
 
 
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 def _aliases(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what replaces the keys of cells and the names of models that may contain a path, a
-    host or a private name, the longest first."""
+    """Return private name -> what replaces it, the longest name first.
+
+    Names of models that are not of the ladder may contain a path or a private name, and so may the
+    keys of their cells. Keys of cells with a URL contain a host.
+    """
     aliases: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         model = str(cell.get("model"))
@@ -162,7 +163,7 @@ def _aliases(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             aliases[str(cell["key"])] = f"cell {number}"
         if is_own_model:
             aliases.setdefault(model, f"model {number}")
-    return dict(sorted(aliases.items(), key=lambda pair: -len(pair[0])))
+    return dict(sorted(aliases.items(), key=lambda alias: len(alias[0]), reverse=True))
 
 
 def _slo_name(name: str) -> str:
@@ -203,12 +204,12 @@ def _public_event(event: Event, aliases: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _public(value: Any, aliases: Mapping[str, str]) -> Any:
-    """Return the parts of a JSON value that may be published: numbers, booleans, and the texts of
+    """Return the parts of a JSON value that may be published: numbers, booleans, and texts under
     TEXT_KEYS that are short and contain no path. Private names are replaced by their aliases."""
     if isinstance(value, Mapping):
         public_items = {}
         for key, item in value.items():
-            if key in PRIVATE_KEYS and not isinstance(item, float):  # slo.target is a number
+            if key in PRIVATE_KEYS and not isinstance(item, float):  # `target` of an SLO is a float
                 continue
             if not isinstance(item, str):
                 public_items[key] = _public(item, aliases)

@@ -67,7 +67,8 @@ SIDES = (CPU, GPU)
 SIDE_NAMES = {CPU: "CPU", GPU: "GPU"}  # as people read them
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
-T = TypeVar("T")
+CampaignPart = TypeVar("CampaignPart")
+EventKind = TypeVar("EventKind", bound=Event)
 MIN_SINGLE_STREAM_REQUESTS = 5  # fewer do not decide whether enough requests meet the SLO
 
 
@@ -131,9 +132,12 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     machine_watts: float | None = None  # of CPU and GPU together, or of the one that was measured
     warnings: tuple[NamedWarning, ...] = ()
 
-    def load(self, like: float | None) -> str:
-        """Return `1.8/s`, `8 users` or `single stream`. `like`: that of the cell."""
-        return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
+    def load_words(self, unit_rate: float | None) -> str:
+        """Return `1.8/s`, `8 users` or `single stream`.
+
+        A rate is written in the unit of `CellData.unit_rate`.
+        """
+        return formatting.load(self.level.rate, self.level.started.concurrency, like=unit_rate)
 
     def quantile(self, name: str, q: float) -> float | None:
         """Return a quantile of "ttft", "tpot", "e2e" or "send_delay", seconds; None: unknown."""
@@ -158,26 +162,26 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
-    like: float | None = None  # the rate in whose unit all rates of its device are shown
-    least_seconds: float = MIN_SECONDS  # duration of the shortest level that can confirm a rate
+    # All rates of a device are written in the unit of this one (formatting.rate_unit), so that they
+    # can be compared. None: no rate is known.
+    unit_rate: float | None = None
+    min_level_seconds: float = MIN_SECONDS  # duration of the shortest level that can confirm a rate
     # The calibrated model, slowed down by the factor that the load levels showed.
     step_times: StepTimeModel | None = None
     policy: SchedulerSettings | None = None
     traffic: Traffic | None = None  # None: the run does not record the lengths of its requests
     memory: Memory = Memory()
     ready: CellReady | None = None  # the event of its last server
-    loads: tuple[float, ...] = ()  # seconds of each load of the model, in order
-    choice: EngineChosen | None = None  # why its engine was chosen; None: the campaign named it
-    busy: str = ""  # why the machine was never idle; "": it was
+    load_seconds: tuple[float, ...] = ()  # of each time that the model was loaded, in order
+    engine_choice: EngineChosen | None = None  # None: the campaign named its engine
+    never_idle_reason: str = ""  # "": the machine was idle before the configuration was measured
 
     @property
     def confirmed_rate(self) -> float | None:
         """The confirmed rate, requests/s."""
-        return (
-            self.capacity.confirmed_rate
-            if self.capacity is not None and self.capacity.is_confirmed
-            else None
-        )
+        if self.capacity is None or not self.capacity.is_confirmed:
+            return None
+        return self.capacity.confirmed_rate
 
     @property
     def estimated_rate(self) -> float | None:
@@ -235,16 +239,18 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return None if self.step_times is None else self.step_times.experts
 
     @property
-    def loaded(self) -> tuple[LevelData, ...]:
-        """The levels at a rate that count, lowest first."""
+    def levels_under_load(self) -> tuple[LevelData, ...]:
+        """The levels at a rate that count, the lowest rate first."""
         at_rate = [
             measured for measured in self.levels if measured.level.rate and measured.level.counts
         ]
         return tuple(sorted(at_rate, key=lambda measured: measured.level.rate or 0.0))
 
     def _meets_slo_unloaded(self, judged: Judged) -> bool | None:
-        """Return whether single requests meet the SLO; None: too few to decide. `judged`: their
-        last level."""
+        """Return whether single requests meet the SLO; None: too few to decide.
+
+        `judged`: the verdict on the last level of single requests.
+        """
         if self.capacity is not None and self.capacity.state == "misses_slo_unloaded":
             return False
         if self.confirmed_rate:  # the SLO is met under load, so it is met without
@@ -253,7 +259,9 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return None
         if judged.verdict == "misses":
             return False
-        return True if judged.verdict == "meets" or judged.good == judged.due else None
+        if judged.verdict == "meets" or judged.good == judged.due:
+            return True
+        return None
 
     @property
     def single_stream_levels(self) -> list[Level]:
@@ -263,21 +271,19 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def single_stream(self) -> SingleStream | None:
         """The requests that were sent one at a time, in all levels that count; None: none was."""
-        measured = [
-            level_data
-            for level_data in self.levels
-            if level_data.level.is_single_stream
-            and level_data.level.counts
-            and level_data.judged.due
+        single_streams = [
+            measured
+            for measured in self.levels
+            if measured.level.is_single_stream and measured.level.counts and measured.judged.due
         ]
-        if not measured:
+        if not single_streams:
             return None
-        levels = [level_data.level for level_data in measured]
+        levels = [measured.level for measured in single_streams]
         return SingleStream(
-            requests=sum(level_data.judged.due for level_data in measured),
+            requests=sum(measured.judged.due for measured in single_streams),
             ttft_seconds=_median([level.ttft[level.counted] for level in levels]),
             tpot_seconds=_median([level.tpot[level.counted] for level in levels]),
-            meets_slo=self._meets_slo_unloaded(measured[-1].judged),
+            meets_slo=self._meets_slo_unloaded(single_streams[-1].judged),
         )
 
 
@@ -296,7 +302,7 @@ class GpuData(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1  # of this name in the machine; an engine takes one
     memory_bytes: int | None = None
     power_limit_watts: float | None = None
-    device: Device | None = None  # its entry in the catalog; None: no entry is certainly the same
+    device: Device | None = None  # its entry in the catalog; None: no single entry matches it
 
     @property
     def dollars_per_hour(self) -> float | None:
@@ -349,8 +355,8 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return _campaign_part(self.manifest, "workload", Workload)
 
     @property
-    def requests(self) -> int:
-        """The requests that were due in the finished levels."""
+    def request_count(self) -> int:
+        """The number of requests that were due in the finished levels."""
         return sum(measured.judged.due for cell in self.cells for measured in cell.levels)
 
 
@@ -365,24 +371,25 @@ def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
         raise BadRun(str(problem)) from problem
     if not run.events:
         raise BadRun(f"The run {folder} is empty: {folder / EVENTS} is empty or missing")
-    judging_slo = slo or _campaign_part(run.manifest, "slo", Slo)
-
-    def order(cell: CellData) -> tuple[float, str, str, str, str]:
-        """By active parameters, from fast to slow models, which "serves up to" relies on."""
-        active_parameters = math.inf if cell.spec is None else cell.spec.active_parameters
-        return active_parameters, cell.model, cell.side, cell.weight_format, cell.backend
-
+    slo = slo or _campaign_part(run.manifest, "slo", Slo)
     return ReportData(
         manifest=run.manifest,
         folder=str(run.folder),
-        slo=judging_slo,
-        cells=tuple(sorted(_cells_of(run, judging_slo), key=order)),
+        slo=slo,
+        cells=tuple(sorted(_cells_of(run, slo), key=_rank_in_report)),
         events=tuple(run.events),
         damage=tuple(run.damage()),
     )
 
 
-def _campaign_part(manifest: RunManifest, key: str, kind: type[T]) -> T:
+def _rank_in_report(cell: CellData) -> tuple[float, str, str, str, str]:
+    """Return the key that sorts models from fast to slow, since a report says "serves up to" a
+    model. A step's time grows with the active parameters."""
+    active_parameters = math.inf if cell.spec is None else cell.spec.active_parameters
+    return active_parameters, cell.model, cell.side, cell.weight_format, cell.backend
+
+
+def _campaign_part(manifest: RunManifest, key: str, kind: type[CampaignPart]) -> CampaignPart:
     """Return a part of the run's campaign as its struct. Raises BadRun."""
     value = manifest.campaign.get(key)
     try:
@@ -394,26 +401,27 @@ def _campaign_part(manifest: RunManifest, key: str, kind: type[T]) -> T:
 
 
 def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
+    """Return the configurations of a run, in the order of its manifest."""
     levels_by_cell: dict[str, list[Level]] = {}
     for level in levels_of(run):
         levels_by_cell.setdefault(level.cell, []).append(level)
-    workload = _campaign_part(run.manifest, "workload", Workload)
-    traffic = _traffic(run.manifest, workload)
+    traffic = _traffic(run.manifest)
     cells = []
     for entry in run.manifest.cells:
         levels = levels_by_cell.get(str(entry.get("key")), [])
-        cells.append(_cell_of(run, entry, levels, workload, traffic, slo))
-    like = {
+        cells.append(_cell_of(run, entry, levels, traffic, slo))
+    unit_rates = {
         side: common_rate(cell.capacity for cell in cells if cell.side == side) for side in SIDES
     }
-    return [msgspec.structs.replace(cell, like=like[cell.side]) for cell in cells]
+    return [msgspec.structs.replace(cell, unit_rate=unit_rates[cell.side]) for cell in cells]
 
 
-def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
+def _traffic(manifest: RunManifest) -> Traffic | None:
     """Return the lengths and arrivals of a run, for simulations; None: its trace file is not here.
 
     The arrivals of a closed loop and of a trace are simulated as Poisson.
     """
+    workload = _campaign_part(manifest, "workload", Workload)
     arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
@@ -427,57 +435,36 @@ def _cell_of(
     run: RunRecords,
     entry: Mapping[str, Any],
     levels: Sequence[Level],
-    workload: Workload,
     traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
-    """Return a configuration. What its server reported counts more than its manifest `entry`, which
-    says what was asked for."""
+    """Return a configuration.
+
+    `entry` is its entry in the manifest, which says what was asked for; what its server reported
+    counts more. `levels` are its finished levels, `traffic` the requests of the run.
+    """
     key = str(entry.get("key"))
     events = [event for event in run.events if event.cell == key]
     ready = _last(events, CellReady)
     info = (ready or CellReady(cell=key)).info
-    choice = _last(events, EngineChosen)
-    chosen = entry if choice is None else msgspec.structs.asdict(choice)
-    weight_format = str(info.weight_format or chosen.get("weight_format") or "")
+    engine_choice = _last(events, EngineChosen)
+    requested = entry if engine_choice is None else msgspec.structs.asdict(engine_choice)
+    weight_format = str(info.weight_format or requested.get("weight_format") or "")
     state, reason = _state(events, levels)
-    calibrated = _last(events, Calibrated)
-    step_times = None if calibrated is None else calibrated.step_times
-    policy = None if calibrated is None else calibrated.policy
-    if step_times is None or policy is None:
-        step_times = policy = None
     search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
-    least_seconds = search.level_seconds_on(device_of(entry.get("device"), ready))
+    min_level_seconds = search.level_seconds_on(device_of(entry.get("device"), ready))
+    calibrated = _last(events, Calibrated)
+    if calibrated is not None and (calibrated.step_times is None or calibrated.policy is None):
+        calibrated = None
     capacity = None
     if slo == _campaign_part(run.manifest, "slo", Slo):
         capacity = _journal_capacity(events)
     if capacity is None and levels:
-        capacity = estimate(
-            levels,
-            slo,
-            step_times=step_times,
-            policy=policy,
-            reused_share=0.0 if calibrated is None else calibrated.reused_share,
-            reuse=None if calibrated is None else calibrated.reuse,
-            reasoning_share=0.0 if calibrated is None else calibrated.reasoning_share,
-            workload=None if traffic is None else workload,
-            arrivals=None if traffic is None else traffic.arrivals,
-            min_level_seconds=least_seconds,
-        )
+        capacity = _estimated_capacity(levels, slo, calibrated, traffic, min_level_seconds)
     factor = capacity.factor if capacity is not None and capacity.factor else LOADED
-    if calibrated is not None and step_times is not None and policy is not None:
-        if step_times.request_seconds is None:  # of a run that did not record it
-            single = [level for level in levels if level.is_single_stream and level.counts]
-            step_times = msgspec.structs.replace(
-                step_times, request_seconds=request_seconds(step_times, policy, single)
-            )
-        if traffic is not None:
-            traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
-            if step_times.request_seconds:
-                traffic = msgspec.structs.replace(
-                    traffic, request_seconds=step_times.request_seconds
-                )
-    identity, never_quiet = _identity_of(entry), _last(events, NeverQuiet)
+    step_times = None if calibrated is None else _step_times_of(calibrated, levels, factor)
+    identity = _identity_of(entry)
+    never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
     device = _device_of(run.manifest, entry, ready)
     load_seconds = [event.load_seconds for event in of_kind(events, CellReady)]
@@ -489,7 +476,7 @@ def _cell_of(
         spec=_shape_of(entry, ready),
         source="" if identity is None else identity.source,
         weight_format="" if weight_format == "none" else weight_format,
-        backend=str(info.name or chosen.get("backend") or ""),
+        backend=str(info.name or requested.get("backend") or ""),
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or entry.get("slots"),
@@ -501,16 +488,69 @@ def _cell_of(
             if level.is_single_stream or level.rate is not None
         ),
         capacity=capacity,
-        least_seconds=least_seconds,
-        step_times=None if step_times is None else step_times.slower(factor),
-        policy=policy,
-        traffic=traffic,
+        min_level_seconds=min_level_seconds,
+        step_times=step_times,
+        policy=None if calibrated is None else calibrated.policy,
+        traffic=_traffic_as_served(traffic, calibrated, step_times),
         memory=_memory(info.predicted or {}, samples, device),
         ready=ready,
-        loads=tuple(seconds for seconds in load_seconds if seconds is not None),
-        choice=choice,
-        busy=never_quiet.reason if never_quiet is not None else "",
+        load_seconds=tuple(seconds for seconds in load_seconds if seconds is not None),
+        engine_choice=engine_choice,
+        never_idle_reason="" if never_quiet is None else never_quiet.reason,
     )
+
+
+def _estimated_capacity(
+    levels: Sequence[Level],
+    slo: Slo,
+    calibrated: Calibrated | None,
+    traffic: Traffic | None,
+    min_level_seconds: float,
+) -> Capacity:
+    """Return the capacity from the levels and, if there is one, the calibrated step-time model."""
+    return estimate(
+        levels,
+        slo,
+        step_times=None if calibrated is None else calibrated.step_times,
+        policy=None if calibrated is None else calibrated.policy,
+        reused_share=0.0 if calibrated is None else calibrated.reused_share,
+        reuse=None if calibrated is None else calibrated.reuse,
+        reasoning_share=0.0 if calibrated is None else calibrated.reasoning_share,
+        workload=None if traffic is None else traffic.workload,
+        arrivals=None if traffic is None else traffic.arrivals,
+        min_level_seconds=min_level_seconds,
+    )
+
+
+def _step_times_of(
+    calibrated: Calibrated, levels: Sequence[Level], factor: float
+) -> StepTimeModel | None:
+    """Return the calibrated step-time model with all steps slowed down by `factor`.
+
+    Runs of earlier versions do not record the time that a request spends outside the engine. It is
+    then measured here from the levels of single requests.
+    """
+    step_times, policy = calibrated.step_times, calibrated.policy
+    if step_times is None or policy is None:
+        return None
+    if step_times.request_seconds is None:
+        single_streams = [level for level in levels if level.is_single_stream and level.counts]
+        outside_seconds = request_seconds(step_times, policy, single_streams)
+        step_times = msgspec.structs.replace(step_times, request_seconds=outside_seconds)
+    return step_times.slower(factor)
+
+
+def _traffic_as_served(
+    traffic: Traffic | None, calibrated: Calibrated | None, step_times: StepTimeModel | None
+) -> Traffic | None:
+    """Return the traffic with what this server was measured to reuse of prompts, to spend on
+    reasoning, and to need outside its engine."""
+    if traffic is None or calibrated is None or step_times is None:
+        return traffic
+    traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
+    if not step_times.request_seconds:
+        return traffic
+    return msgspec.structs.replace(traffic, request_seconds=step_times.request_seconds)
 
 
 def _journal_capacity(events: Sequence[Event]) -> Capacity | None:
@@ -539,15 +579,13 @@ def _shape_of(entry: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | 
     return ladder_model(model).spec if is_of_ladder else None
 
 
-E = TypeVar("E", bound=Event)
-
-
-def _last(events: Sequence[Event], kind: type[E]) -> E | None:
+def _last(events: Sequence[Event], kind: type[EventKind]) -> EventKind | None:
     return next(reversed(of_kind(events, kind)), None)
 
 
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
-    """Return how far the measurement of a configuration came, and why no further."""
+    """Return how far the measurement of a configuration came, and why it came no further ("" if it
+    came to its end)."""
     endings = [event for event in events if isinstance(event, CellSkipped | CellFinished)]
     if endings and isinstance(endings[-1], CellSkipped) and not levels:
         return "skipped", endings[-1].reason

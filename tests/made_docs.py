@@ -60,7 +60,7 @@ def tree() -> list[str]:
 
 def quantities() -> list[str]:
     """What a condition of `report --check` may ask for."""
-    rows = [f"| `{name}` | {about} |" for name, (about, _) in QUANTITIES.items()]
+    rows = [f"| `{name}` | {quantity.description} |" for name, quantity in QUANTITIES.items()]
     return ["| quantity | what it is |", "|---|---|", *rows]
 
 

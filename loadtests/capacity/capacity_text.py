@@ -22,6 +22,7 @@ from crossover.models import formatting
 CONFIRMABLE_SHARE = 0.7
 PER_SECOND_FROM = 0.9995  # requests/s: the lowest rate that is shown as 1.00/s
 PER_MINUTE_RATE = 0.5  # a rate that formatting shows per minute
+NO_CAPACITY = "none"  # by the step-time model even single requests miss the SLO
 
 
 def common_rate(capacities: Iterable[Capacity | None]) -> float | None:
@@ -71,7 +72,7 @@ def limit(capacity: Capacity | None, unit_rate: float | None = None) -> str:
     unit_rate = unit_rate or capacity.confirmed_rate
     if capacity.method == "step_times":
         if capacity.estimated_rate is None:
-            return "none"
+            return NO_CAPACITY
         return formatting.rate_with_interval(capacity.estimated_rate, low, high, unit_rate)
     if low is None and high is None:
         return "not known"

@@ -6,8 +6,9 @@ answer_row(answer, data)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,7 +25,16 @@ from crossover.serving.capacity.binding_limit import sentence_of
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import Slo
 
-STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
+STATE_WORDS = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
+NO_CAPACITY_NOTE = (
+    f'Estimated capacity "{capacity_text.NO_CAPACITY}": in the simulation even requests sent one '
+    "at a time miss the SLO."
+)
+
+
+ColumnName = Literal[
+    "model", "single_stream", "confirmed", "estimated", "engine", "takeover", "price"
+]
 
 
 class TableCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +48,13 @@ class TableCell(msgspec.Struct, frozen=True, kw_only=True):
 class Column(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the first table. `side` is its device; "": the column is about the model."""
 
-    name: str  # "model", "alone", "held", "limit", "engine", "over" or "price"
+    name: ColumnName
     head: str
     side: str = ""
 
     @property
     def key(self) -> str:
-        """`cpu-held`: the page's script finds the cells of a column by it."""
+        """`cpu-confirmed`: the page's script finds the cells of a column by it."""
         return f"{self.side}-{self.name}" if self.side else self.name
 
     @property
@@ -53,14 +63,14 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
         return f"{SIDE_NAMES[self.side]}: {self.head}" if self.side else self.head
 
 
-HEADS = {
-    "alone": "Single request (TTFT, TPOT)",
-    "held": "Confirmed rate",
-    "limit": "Estimated capacity (90 % CI)",
+DEVICE_HEADS: dict[ColumnName, str] = {
+    "single_stream": "Single request (TTFT, TPOT)",
+    "confirmed": "Confirmed rate",
+    "estimated": "Estimated capacity (90 % CI)",
     "engine": "Engine",
 }
 MODEL = Column(name="model", head="Model")
-TAKEOVER = Column(name="over", head="Takeover GPU (capacity, price)")
+TAKEOVER = Column(name="takeover", head="Takeover GPU (capacity, price)")
 PRICE = Column(name="price", head="GPU (list price)")
 
 
@@ -69,7 +79,7 @@ def columns_of(data: ReportData) -> tuple[Column, ...]:
     measured, or the GPU's price if only the GPU was."""
     columns = [MODEL]
     for side in data.sides:
-        columns += [Column(name=name, head=head, side=side) for name, head in HEADS.items()]
+        columns += [Column(name=name, head=head, side=side) for name, head in DEVICE_HEADS.items()]
     if data.sides == (GPU,):
         columns.append(PRICE)
     elif GPU not in data.sides:
@@ -83,9 +93,9 @@ def side_heads(data: ReportData) -> tuple[tuple[str, str], ...]:
     if len(data.sides) < 2:
         return ()
     price = None if data.gpu is None else data.gpu.dollars_per_hour
-    priced = formatting.dollars_per_hour(price)
-    gpu_price = "price not known" if price is None else f"list price {priced}"
-    prices = {CPU: "price not known", GPU: gpu_price}
+    prices = {CPU: "price not known", GPU: "price not known"}
+    if price is not None:
+        prices[GPU] = f"list price {formatting.dollars_per_hour(price)}"
     return tuple(
         (side, f"{SIDE_NAMES[side]}: {machine_words(data, side)}, {prices[side]}")
         for side in data.sides
@@ -100,23 +110,23 @@ def answer_row(answer: ModelAnswer, data: ReportData) -> tuple[TableCell, ...]:
 def _table_cell(answer: ModelAnswer, column: Column, data: ReportData) -> TableCell:
     if column.name == "model":
         return TableCell(text=answer.model, detail=_model_detail(answer))
-    if column.name == "over":
+    if column.name == "takeover":
         return _takeover_cell(answer)
     if column.name == "price":
         return _price_cell(data)
     cell = answer.cell_on(column.side)
     if cell is None:
         # The GPU was not measured with this model: show the takeover GPU in its place.
-        if column.side == GPU and column.name == "limit" and answer.takeover is not None:
+        if column.side == GPU and column.name == "estimated" and answer.takeover is not None:
             return _takeover_cell(answer)
-        return TableCell(text=formatting.NOT_MEASURED if column.name == "held" else "–")
-    makers: dict[str, Callable[[CellData, Slo], TableCell]] = {
-        "alone": _single_stream_cell,
-        "held": _confirmed_cell,
-        "limit": _estimated_cell,
-        "engine": _engine_cell,
-    }
-    return makers[column.name](cell, answer.slo)
+        return TableCell(text=formatting.NOT_MEASURED if column.name == "confirmed" else "–")
+    if column.name == "single_stream":
+        return _single_stream_cell(cell, answer.slo)
+    if column.name == "confirmed":
+        return _confirmed_cell(cell)
+    if column.name == "estimated":
+        return _estimated_cell(cell, answer.slo)
+    return _engine_cell(cell)
 
 
 def _model_detail(answer: ModelAnswer) -> str:
@@ -127,36 +137,40 @@ def _model_detail(answer: ModelAnswer) -> str:
         where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
         if cell.slots:
             details.append(f"{cell.slots} requests at a time{where}")
-        if cell.choice is not None:
-            details.append(cell.choice.reason)
+        if cell.engine_choice is not None:
+            details.append(cell.engine_choice.reason)
     return "; ".join(details)
 
 
-def _engine_cell(cell: CellData, slo: Slo) -> TableCell:
+def _engine_cell(cell: CellData) -> TableCell:
     return TableCell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words)
 
 
-def single_stream_words(cell: CellData) -> str:
-    """Return the median TTFT and TPOT of single requests, `83 ms, 12 ms`.
+class SingleStreamTimes(NamedTuple):
+    """The median times of single requests in words, and how they are known."""
 
-    They are the measured ones, or the simulated ones where no request or no second token was
-    measured.
-    """
-    return _single_stream_times(cell)[0]
+    words: str  # `83 ms, 12 ms`: TTFT, TPOT
+    origin: str  # "": they are not known
 
 
-def _single_stream_times(cell: CellData) -> tuple[str, str]:
-    """Return the times in words, and what they rest on; "": they are not known."""
+def single_stream_times(cell: CellData) -> SingleStreamTimes:
+    """Return the measured medians of TTFT and TPOT. Where single requests were sent and none was
+    answered, return the simulated ones."""
     measured = cell.single_stream
     if measured is not None and measured.ttft_seconds is not None:
         requests = "1 request" if measured.requests == 1 else f"{measured.requests} requests"
-        times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
-        return times, f"measured: medians of {requests} sent one at a time"
+        return SingleStreamTimes(
+            _times_in_words(measured.ttft_seconds, measured.tpot_seconds),
+            f"measured: medians of {requests} sent one at a time",
+        )
     simulated = _simulated_single_stream(cell)
     if measured is None or simulated is None:
-        return formatting.NOT_MEASURED, ""
-    ttft, tpot = float(np.nanmedian(simulated.ttft)), float(np.nanmedian(simulated.tpot))
-    return _times_in_words(ttft, tpot), "simulated from step times, medians"
+        return SingleStreamTimes(formatting.NOT_MEASURED, "")
+    ttft_seconds = float(np.nanmedian(simulated.ttft))
+    tpot_seconds = float(np.nanmedian(simulated.tpot))
+    return SingleStreamTimes(
+        _times_in_words(ttft_seconds, tpot_seconds), "simulated from step times, medians"
+    )
 
 
 def _times_in_words(ttft_seconds: float | None, tpot_seconds: float | None) -> str:
@@ -167,19 +181,22 @@ def _times_in_words(ttft_seconds: float | None, tpot_seconds: float | None) -> s
 def _single_stream_cell(cell: CellData, slo: Slo) -> TableCell:
     """Return `83 ms, 12 ms: met`; where too few requests were measured to decide, the simulated
     SLO attainment: `83 ms, 12 ms: 84 % attainment`."""
-    text, detail = _single_stream_times(cell)
+    times = single_stream_times(cell)
     measured = cell.single_stream
-    if measured is None or not detail:
-        return TableCell(text=text)
-    verdict = {True: "met", False: "missed", None: "unclear"}[measured.meets_slo]
-    if measured.meets_slo is None:
-        detail += "; too few to tell whether they meet the SLO"
-        if (simulated := _simulated_single_stream(cell)) is not None:
-            attainment = float(simulated.meets(slo).mean())
-            in_words = formatting.share(attainment, 2)
-            verdict = "met" if attainment >= slo.target else f"{in_words} attainment"
-            detail += f"; simulated SLO attainment {in_words}"
-    return TableCell(text=f"{text}: {verdict}", detail=detail)
+    if measured is None or not times.origin:
+        return TableCell(text=times.words)
+    if measured.meets_slo is not None:
+        verdict = "met" if measured.meets_slo else "missed"
+        return TableCell(text=f"{times.words}: {verdict}", detail=times.origin)
+    verdict = "unclear"
+    detail = f"{times.origin}; too few to tell whether they meet the SLO"
+    simulated = _simulated_single_stream(cell)
+    if simulated is not None:
+        attainment = float(simulated.meets(slo).mean())
+        attainment_words = formatting.share(attainment, 2)
+        verdict = "met" if attainment >= slo.target else f"{attainment_words} attainment"
+        detail += f"; simulated SLO attainment {attainment_words}"
+    return TableCell(text=f"{times.words}: {verdict}", detail=detail)
 
 
 @lru_cache(maxsize=32)
@@ -190,16 +207,16 @@ def _simulated_single_stream(cell: CellData) -> Simulated | None:
     return Server(cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
 
 
-def _confirmed_cell(cell: CellData, slo: Slo) -> TableCell:
+def _confirmed_cell(cell: CellData) -> TableCell:
+    """Return the confirmed rate, or what was measured in its place."""
     capacity = cell.capacity
     if capacity is None:
-        text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
+        text = formatting.NOT_MEASURED if cell.state == "measured" else STATE_WORDS[cell.state]
         return TableCell(text=text, detail=cell.reason)
     if capacity.is_confirmed:
-        text = formatting.rate(capacity.confirmed_rate, rounded="down", like=cell.like)
-        return TableCell(
-            text=text, grade="confirmed", detail=capacity_text.evidence_words(capacity)
-        )
+        text = formatting.rate(capacity.confirmed_rate, rounded="down", like=cell.unit_rate)
+        evidence = capacity_text.evidence_words(capacity)
+        return TableCell(text=text, grade="confirmed", detail=evidence)
     if capacity.state == "misses_slo_unloaded":
         return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
     details = [capacity.reason] if capacity.reason else []
@@ -212,25 +229,33 @@ def _confirmed_cell(cell: CellData, slo: Slo) -> TableCell:
 def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
     """Return the estimated capacity with its interval."""
     capacity = cell.capacity
-    text = capacity_text.limit(capacity, cell.like)
+    text = capacity_text.limit(capacity, cell.unit_rate)
     if capacity is None or text in ("–", "not known"):
         return TableCell(text=text)
-    detail = "between the levels that met and missed the SLO"
-    if capacity.method == "step_times":
-        method = "simulated from step times that this run measured; 90 % confidence interval"
-        details = (
-            capacity.reason if capacity.estimated_rate is None else method,
-            capacity_text.speed_words(capacity),
-            capacity_text.users_words(capacity),
-        )
-        binding = binding_of(cell, slo)
-        sentences = (
-            f"{'; '.join(filter(None, details))}.",
-            capacity_text.reuse_words(capacity, cell.like),
-            "" if binding is None else sentence_of(binding),
-        )
-        detail = " ".join(filter(None, sentences))
-    return TableCell(text=text, grade="estimated", detail=detail)
+    if capacity.method != "step_times":
+        detail = "between the levels that met and missed the SLO"
+        return TableCell(text=text, grade="estimated", detail=detail)
+    origin = "simulated from step times that this run measured; 90 % confidence interval"
+    if capacity.estimated_rate is None:
+        origin = capacity.reason
+    facts = (origin, capacity_text.speed_words(capacity), capacity_text.users_words(capacity))
+    binding = binding_of(cell, slo)
+    sentences = (
+        f"{'; '.join(filter(None, facts))}.",
+        capacity_text.reuse_words(capacity, cell.unit_rate),
+        "" if binding is None else sentence_of(binding),
+    )
+    return TableCell(text=text, grade="estimated", detail=" ".join(filter(None, sentences)))
+
+
+def no_capacity_note(rows: Sequence[Sequence[TableCell]]) -> str:
+    """Return what an estimated capacity of "none" means; "": no row has one."""
+    has_none = any(
+        cell.grade == "estimated" and cell.text == capacity_text.NO_CAPACITY
+        for cells in rows
+        for cell in cells
+    )
+    return NO_CAPACITY_NOTE if has_none else ""
 
 
 def _takeover_cell(answer: ModelAnswer) -> TableCell:
@@ -240,13 +265,13 @@ def _takeover_cell(answer: ModelAnswer) -> TableCell:
         return TableCell(text="not known")
     if gpu is None:
         return TableCell(text="no GPU in the list", grade="predicted", detail=takeover.reason)
-    like = answer.cell.like
-    rate = formatting.rate(gpu.rate, like=like)
-    wanted_rate = formatting.rate(takeover.rate, like=like)
+    unit_rate = answer.cell.unit_rate
+    rate = formatting.rate(gpu.rate, like=unit_rate)
+    required_rate = formatting.rate(takeover.rate, like=unit_rate)
+    interval = formatting.rate_interval(gpu.low, gpu.high, unit_rate)
     detail = (
-        f"the cheapest GPU that serves {wanted_rate} with 90 % confidence; predicted capacity "
-        f"{rate} ({formatting.rate_interval(gpu.low, gpu.high, like)}) from its datasheet, weights "
-        "in 16 bits"
+        f"the cheapest GPU that serves {required_rate} with 90 % confidence; predicted capacity "
+        f"{rate} ({interval}) from its datasheet, weights in 16 bits"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
     return TableCell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)

@@ -25,8 +25,8 @@ from crossover.serving.capacity.slo import Slo
 
 @lru_cache(maxsize=64)
 def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
-    """Return what limits a configuration; None where its step times or its capacity are not known,
-    or where the SLO has no limit."""
+    """Return what limits a configuration. None where its step times or its capacity are not known,
+    or where the SLO limits neither TTFT nor TPOT."""
     binding = _binding_on_any_device(cell, slo)
     if binding is None or cell.side != GPU:
         return binding
@@ -54,23 +54,24 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
 
 
 def _missed_unloaded(cell: CellData, slo: Slo) -> BindingLimit | None:
-    """Return which limit single requests miss more often, as measured; None: they miss none, or
-    none was measured."""
-    missed = {"unloaded_ttft": 0, "unloaded_tpot": 0}
+    """Return which of the two limits more of the measured single requests miss; None: they miss
+    neither, or none was measured."""
+    missed_ttft = missed_tpot = 0
     for level in (measured.level for measured in cell.levels):
         if level.is_single_stream and level.counts:
             ttft, tpot = level.ttft[level.counted], level.tpot[level.counted]
-            missed["unloaded_ttft"] += int((ttft > (slo.ttft_seconds or inf)).sum())
-            missed["unloaded_tpot"] += int((tpot > (slo.tpot_seconds or inf)).sum())
-    if not any(missed.values()):
+            missed_ttft += int((ttft > (slo.ttft_seconds or inf)).sum())
+            missed_tpot += int((tpot > (slo.tpot_seconds or inf)).sum())
+    if not missed_ttft and not missed_tpot:
         return None
-    is_ttft = missed["unloaded_ttft"] >= missed["unloaded_tpot"]
-    return BindingLimit(kind="unloaded_ttft" if is_ttft else "unloaded_tpot", rate=0.0)
+    if missed_ttft >= missed_tpot:
+        return BindingLimit(kind="unloaded_ttft", rate=0.0)
+    return BindingLimit(kind="unloaded_tpot", rate=0.0)
 
 
 def taken_share_of(cell: CellData) -> float | None:
-    """Return the share of time that other processes took from the engine, as the mean of the levels
-    that count; None: it was not watched."""
+    """Return the share of its CPU time that the engine lost to other processes, as the mean of the
+    levels that count; None: it was not measured."""
     disturbances = [
         measured.level.finished.disturbance
         for measured in cell.levels
@@ -96,5 +97,6 @@ def bindings_of(
 def featured_binding(
     bindings: Sequence[tuple[CellData, BindingLimit]],
 ) -> tuple[CellData, BindingLimit]:
-    """Return the pair of the largest model that is served, else the last pair."""
+    """Return the pair that the first screen shows: that of the largest model that is served, or the
+    last one if none is."""
     return next((pair for pair in reversed(bindings) if pair[0].is_served), bindings[-1])

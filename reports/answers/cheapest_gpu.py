@@ -10,14 +10,15 @@ it is the smallest rate that anybody would ask for. A plan chooses by the same r
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
 
 from crossover.models.model_spec import ModelSpec
 from crossover.reports.devices.device_capacity import (
-    SLOW,
-    TOGETHER,
+    SLOW_STEPS,
+    TENSOR_PARALLEL_SIZES,
     DeviceCapacity,
     Service,
     Traffic,
@@ -26,13 +27,13 @@ from crossover.reports.devices.device_capacity import (
     machine_of,
     simulation_of,
 )
-from crossover.reports.devices.device_catalog import priced_gpus
+from crossover.reports.devices.device_catalog import Device, priced_gpus
 from crossover.reports.errors import ReportError
 from crossover.reports.report_data import GPU, CellData, ReportData
 from crossover.serving.capacity.slo import Slo
 
 MIN_GAIN = 1.1  # times the CPU's estimated capacity, which a takeover GPU serves at least
-MIN_RATE = 1 / 3600  # requests/s: one an hour, where the CPU meets the SLO at no rate
+MIN_RATE = 1 / 3600  # requests/s that it serves at least: one an hour
 GPU_FORMAT = "bf16"  # the weight format in which a GPU is assumed to serve
 
 
@@ -54,31 +55,38 @@ def choose_takeover(cell: CellData, slo: Slo) -> Takeover | None:
     spec, traffic = cell.spec, cell.traffic
     if spec is None or traffic is None or cell.estimated_rate is None or cell.side == GPU:
         return None
-    wanted_rate = max(cell.estimated_rate * MIN_GAIN, MIN_RATE)
-    offers = [
-        ((device.dollars_per_hour or math.inf) * count, count, device)
-        for device in priced_gpus()
-        for count in TOGETHER
-    ]
-    for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
+    required_rate = max(cell.estimated_rate * MIN_GAIN, MIN_RATE)
+    for device, count in _offers():
         service = Service(machine_of(device), spec, GPU_FORMAT, traffic, count)
         try:
-            if certainty_of(service, slo, wanted_rate) == "yes":
-                return Takeover(rate=wanted_rate, gpu=capacity_of(service, slo))
+            if certainty_of(service, slo, required_rate) == "yes":
+                return Takeover(rate=required_rate, gpu=capacity_of(service, slo))
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
     return Takeover(
-        rate=wanted_rate, gpu=None, reason="no GPU of the catalog serves it with 90 % confidence"
+        rate=required_rate, gpu=None, reason="no GPU of the catalog serves it with 90 % confidence"
     )
 
 
+def _offers() -> list[tuple[Device, int]]:
+    """Return each GPU of the catalog with each number of them that can share a step, the cheapest
+    offer first; at the same price fewer GPUs come first."""
+
+    def price_and_count(offer: tuple[Device, int]) -> tuple[float, int]:
+        device, count = offer
+        return (device.dollars_per_hour or math.inf) * count, count
+
+    return sorted(itertools.product(priced_gpus(), TENSOR_PARALLEL_SIZES), key=price_and_count)
+
+
 def gpus_that_fit(spec: ModelSpec, traffic: Traffic, max_count: int) -> list[Service]:
-    """Return the cheapest GPUs whose memory the model fits, whatever rate they serve."""
+    """Return a service for each of the `max_count` cheapest GPUs that have enough memory for the
+    model, whatever rate they serve."""
     services: list[Service] = []
     for device in priced_gpus():
         service = Service(machine_of(device), spec, GPU_FORMAT, traffic)
         try:
-            simulation_of(service, SLOW)
+            simulation_of(service, SLOW_STEPS)
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
         services.append(service)

@@ -1,8 +1,8 @@
 """Conditions for CI: `crossover report RUN --check "1b:capacity>=0.5"`.
 
-    checked("1b:confirmed>=0.5", answers)
-    # Checked(holds=True, text="1b:confirmed>=0.5: confirmed is 0.57")
-    checked("1b:gpu:confirmed>=20", answers)
+    check_condition("1b:confirmed>=0.5", answers)
+    # CheckResult(holds=True, text="1b:confirmed>=0.5: confirmed is 0.57")
+    check_condition("1b:gpu:confirmed>=20", answers)
 
 A condition is MODEL:QUANTITY OP NUMBER, or MODEL:DEVICE:QUANTITY OP NUMBER where the model was
 measured on the CPU and on the GPU. A condition about a value that is not known fails, and its text
@@ -14,13 +14,14 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from crossover.models import formatting
 from crossover.models.formatting import GIB
 from crossover.models.model_ladder import is_ladder_model, ladder_model
-from crossover.reports.answers.energy_and_cost import sure_rate
+from crossover.reports.answers.energy_and_cost import conservative_rate
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.errors import ReportError
 from crossover.reports.report_data import SIDE_NAMES, CellData
@@ -36,8 +37,8 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-class Checked(msgspec.Struct, frozen=True):
-    """Whether a condition holds, and the value that was compared."""
+class CheckResult(msgspec.Struct, frozen=True):
+    """Whether a condition holds, and in words the value that was compared."""
 
     holds: bool
     text: str
@@ -56,21 +57,27 @@ def _peak_gib(cell: CellData) -> float | None:
     return None if peak_bytes is None else peak_bytes / GIB
 
 
-# name -> (what it is, how it is read from a configuration)
-QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
-    "confirmed": ("the confirmed rate, requests/s", lambda cell: cell.confirmed_rate),
-    "estimated": ("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
-    "capacity": (
+class Quantity(NamedTuple):
+    """A value that a condition may compare."""
+
+    description: str
+    value_of: Callable[[CellData], float | None]  # None: not known
+
+
+QUANTITIES = {
+    "confirmed": Quantity("the confirmed rate, requests/s", lambda cell: cell.confirmed_rate),
+    "estimated": Quantity("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
+    "capacity": Quantity(
         "the confirmed rate, else the lower end of the estimate's 90 % interval, requests/s",
-        lambda cell: sure_rate(cell)[0],
+        lambda cell: conservative_rate(cell).rate,
     ),
-    "ttft": ("median TTFT of a single request, s", _ttft_seconds),
-    "tpot": ("median TPOT of a single request, s", _tpot_seconds),
-    "memory": ("measured peak memory of the host, on a GPU of the GPU, GiB", _peak_gib),
+    "ttft": Quantity("median TTFT of a single request, s", _ttft_seconds),
+    "tpot": Quantity("median TPOT of a single request, s", _tpot_seconds),
+    "memory": Quantity("measured peak memory of the host, on a GPU of the GPU, GiB", _peak_gib),
 }
 
 
-def checked(condition: str, answers: Sequence[ModelAnswer]) -> Checked:
+def check_condition(condition: str, answers: Sequence[ModelAnswer]) -> CheckResult:
     """Return whether a condition holds.
 
     Raises ReportError if the text is no condition, or names no quantity or model of the run.
@@ -82,7 +89,7 @@ def checked(condition: str, answers: Sequence[ModelAnswer]) -> Checked:
             f"--check {condition!r} is not a condition. Write MODEL:QUANTITY>=NUMBER or "
             f"MODEL:DEVICE:QUANTITY>=NUMBER. Quantities are {quantities}"
         )
-    model, side, quantity, sign, number = match.groups()
+    model, side, quantity, comparison, number = match.groups()
     if quantity not in QUANTITIES:
         raise ReportError(f"--check {condition!r}: {quantity!r} is not one of {quantities}")
     try:
@@ -90,28 +97,31 @@ def checked(condition: str, answers: Sequence[ModelAnswer]) -> Checked:
     except ValueError:
         raise ReportError(f"--check {condition!r}: {number!r} is not a number") from None
     cell = _cell_on(_answer_about(model, answers, condition), side, quantity, condition)
-    _, read = QUANTITIES[quantity]
-    value = read(cell)
+    value = QUANTITIES[quantity].value_of(cell)
     if value is None:
-        return Checked(False, f"{condition}: {quantity} is {formatting.NOT_MEASURED}")
+        return CheckResult(False, f"{condition}: {quantity} is {formatting.NOT_MEASURED}")
     text = f"{condition}: {quantity} is {formatting.significant(value, 3)}"
-    return Checked(_COMPARE[sign](value, bound), text)
+    return CheckResult(_COMPARE[comparison](value, bound), text)
 
 
 def _answer_about(model: str, answers: Sequence[ModelAnswer], condition: str) -> ModelAnswer:
     """Return the answer about a model, by its name in the run or in the ladder."""
-    names = {model, ladder_model(model).spec.name} if is_ladder_model(model) else {model}
+    names = {model}
+    if is_ladder_model(model):
+        names.add(ladder_model(model).spec.name)
     for answer in answers:
         spec = answer.cell.spec
-        if names & {answer.model, answer.model if spec is None else spec.name}:
+        if answer.model in names or (spec is not None and spec.name in names):
             return answer
     models = ", ".join(answer.model for answer in answers)
     raise ReportError(f"--check {condition!r}: The run has no model {model!r}. Models: {models}")
 
 
 def _cell_on(answer: ModelAnswer, side: str | None, quantity: str, condition: str) -> CellData:
-    """Return the configuration on the named device, which may be None (not named) only if the model
-    was measured on one device."""
+    """Return the configuration on the device that the condition names ("cpu" or "gpu").
+
+    A condition may leave it out (None) if the model was measured on one device only.
+    """
     if side is None and len(answer.cells) > 1:
         raise ReportError(
             f"--check {condition!r}: {answer.model} was measured on the CPU and on the GPU. Name "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from crossover.models import formatting
 from crossover.reports.answers.grades import Grade
@@ -17,12 +18,19 @@ RATE_NAMES: dict[Grade, str] = {
 }
 
 
-def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
-    """Return the confirmed rate, or the lower end of the estimate, and its grade; None: neither is
-    known; 0.0: the SLO is missed unloaded."""
+class GradedRate(NamedTuple):
+    """A rate, and what it rests on."""
+
+    rate: float | None  # requests/s; 0.0: the SLO is missed unloaded; None: not known
+    grade: Grade
+
+
+def conservative_rate(cell: CellData) -> GradedRate:
+    """Return the rate for which costs and checks count on a configuration: the confirmed rate, or
+    the lower end of the estimate where none is confirmed."""
     if cell.confirmed_rate:
-        return cell.confirmed_rate, "confirmed"
-    return None if cell.capacity is None else cell.capacity.low, "estimated"
+        return GradedRate(cell.confirmed_rate, "confirmed")
+    return GradedRate(None if cell.capacity is None else cell.capacity.low, "estimated")
 
 
 def price_of(cell: CellData, data: ReportData) -> float | None:
@@ -31,11 +39,13 @@ def price_of(cell: CellData, data: ReportData) -> float | None:
 
 
 def dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
-    """Return dollars for a million output tokens at `sure_rate`; None: price or rate is not known.
+    """Return dollars for a million output tokens at `conservative_rate`.
 
     dollars = dollars per hour / (3600 s * rate * mean output tokens) * 1e6
+
+    None: the price or the rate is not known.
     """
-    dollars_per_hour, (rate, _) = price_of(cell, data), sure_rate(cell)
+    dollars_per_hour, rate = price_of(cell, data), conservative_rate(cell).rate
     if not dollars_per_hour or not rate or cell.traffic is None:
         return None
     return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
@@ -53,7 +63,11 @@ def takeover_dollars_per_million_tokens(answer: ModelAnswer) -> float | None:
 def joules_of(cell: CellData) -> float | None:
     """Return joules per output token on the device that served, at the highest load level whose
     power was measured; None: not measured."""
-    return next((j for j in map(joules_per_token, reversed(cell.loaded)) if j), None)
+    for level in reversed(cell.levels_under_load):
+        joules = joules_per_token(level)
+        if joules:
+            return joules
+    return None
 
 
 def joules_per_token(measured: LevelData) -> float | None:
@@ -92,24 +106,26 @@ def cost_lines(data: ReportData, answers: Sequence[ModelAnswer]) -> list[str]:
 
 
 def _lines_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Iterator[str]:
+    """Yield a line for each device with a price, about the largest model that it serves."""
     for side in data.sides:
         cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
-        served = [cell for cell in cells if sure_rate(cell)[0]]
+        served = [cell for cell in cells if conservative_rate(cell).rate]
         if not served:
             continue
         largest = served[-1]
         dollars = dollars_per_million_tokens(largest, data)
         if dollars is not None:
             price = formatting.dollars_per_hour(price_of(largest, data))
-            _, grade = sure_rate(largest)
+            rate_name = RATE_NAMES[conservative_rate(largest).grade]
             yield (
                 f"{machine_words(data, side)} ({price}): "
                 f"{dollars_in_words(dollars)} per million output tokens of {largest.model} at the "
-                f"{RATE_NAMES[grade]}; energy per token: {joules_in_words(joules_of(largest))}."
+                f"{rate_name}; energy per token: {joules_in_words(joules_of(largest))}."
             )
 
 
 def _lines_of_takeover(answers: Sequence[ModelAnswer]) -> Iterator[str]:
+    """Yield one line about the largest model for which a takeover GPU with a price is known."""
     for answer in reversed(answers):
         gpu, dollars = answer.takeover_gpu, takeover_dollars_per_million_tokens(answer)
         if gpu is None or dollars is None:

@@ -19,6 +19,7 @@ from crossover.reports.answers.answer_table import (
     TableCell,
     answer_row,
     columns_of,
+    no_capacity_note,
     side_heads,
 )
 from crossover.reports.answers.binding_limits import bindings_of, featured_binding
@@ -34,17 +35,19 @@ class FirstScreen(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader sees first, in this order."""
 
     headline: str  # the answer in one sentence
-    prefix_reuse: str  # what prefix caching is worth for conversations; "": not known, or none
+    prefix_reuse: str  # by how much prefix caching raises the capacity; "": not known
     basis: str  # lengths, SLO and date, in one line
     alerts: tuple[str, ...]  # what a reader must not miss
-    side_heads: tuple[tuple[str, str], ...]  # (side, its name and price); (): one device alone
+    side_heads: tuple[tuple[str, str], ...]  # (side, its name and price); (): only one device
     columns: tuple[Column, ...]
     rows: tuple[tuple[TableCell, ...], ...]  # the table, a row for each model
+    table_note: str  # what an estimated capacity of "none" means; "": no row has one
     lines: tuple[str, ...]  # below the table: which limit binds, and what tokens cost
 
 
 def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstScreen:
     """Return the first screen of a run."""
+    rows = tuple(answer_row(answer, data) for answer in answers)
     return FirstScreen(
         headline=headline(answers, data),
         prefix_reuse=_prefix_reuse_sentence(data, answers),
@@ -52,7 +55,8 @@ def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstSc
         alerts=tuple(alerts_of(data)),
         side_heads=side_heads(data),
         columns=columns_of(data),
-        rows=tuple(answer_row(answer, data) for answer in answers),
+        rows=rows,
+        table_note=no_capacity_note(rows),
         lines=tuple(filter(None, (_binding_line(data, answers), *cost_lines(data, answers)))),
     )
 
@@ -67,14 +71,16 @@ def _prefix_reuse_sentence(data: ReportData, answers: Sequence[ModelAnswer]) -> 
     sentences = []
     for side in data.sides:
         cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
-        for cell in reversed(cells):
-            if cell.is_served and cell.capacity is not None:
-                sentence = reuse_words(cell.capacity, cell.like, cell.name)
-                users = users_words(cell.capacity)
-                if sentence and users:
-                    sentence = f"{sentence.removesuffix('.')}, which serves {users}."
-                sentences.append(sentence)
-                break
+        served = [cell for cell in cells if cell.is_served and cell.capacity is not None]
+        if not served:
+            continue
+        largest = served[-1]
+        assert largest.capacity is not None
+        sentence = reuse_words(largest.capacity, largest.unit_rate, largest.name)
+        users = users_words(largest.capacity)
+        if sentence and users:
+            sentence = f"{sentence.removesuffix('.')}, which serves {users}."
+        sentences.append(sentence)
     return " ".join(filter(None, sentences))
 
 

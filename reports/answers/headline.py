@@ -37,24 +37,20 @@ def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, s
     if not data.facts.get("url"):
         machine = f"{machine[:1].upper()}{machine[1:]}"
     cells = [cell for answer in measured if (cell := answer.cell_on(side)) is not None]
-    largest_served = max((place for place, cell in enumerate(cells) if cell.is_served), default=-1)
-    needing_gpu = [
-        answer
-        for answer in measured[largest_served + 1 :]
-        if _misses_unloaded(answer.cell_on(side))
-    ]
-    if largest_served < 0 and len(needing_gpu) < len(cells):
-        return _sentence_without_rates(cells)
-    if largest_served < 0:
-        needed = _needed_gpu(needing_gpu[0])
-        return f"{machine} {verb} none of these models within the SLO{needed}."
-    cell, answer = cells[largest_served], measured[largest_served]
+    served_indexes = [index for index, cell in enumerate(cells) if cell.is_served]
+    if not served_indexes:
+        if not all(map(_misses_unloaded, cells)):
+            return _sentence_without_rates(cells)
+        return f"{machine} {verb} none of these models within the SLO{_needs_gpu(measured[0])}."
+    largest_index = served_indexes[-1]
+    cell, answer = cells[largest_index], measured[largest_index]
     serves = f"{machine} {verb} up to {cell.model}: {_rate_in_words(cell)}"
-    if needing_gpu:
-        return f"{serves}{_needed_gpu(needing_gpu[0])}."
+    for larger in measured[largest_index + 1 :]:
+        if _misses_unloaded(larger.cell_on(side)):
+            return f"{serves}{_needs_gpu(larger)}."
     if answer.takeover_gpu is not None:
         gpu = answer.takeover_gpu
-        capacity = f"about {formatting.rate(cell.estimated_rate, like=cell.like)}"
+        capacity = f"about {formatting.rate(cell.estimated_rate, like=cell.unit_rate)}"
         above = capacity if cell.confirmed_rate else "that"
         return f"{serves}; above {above} {_article(gpu.name)} {_priced(gpu)} takes over."
     return f"{serves}."
@@ -62,10 +58,8 @@ def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, s
 
 def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData) -> str:
     """Return where the CPU stops and this machine's GPU takes over, both measured."""
-    served_by_cpu, served_by_gpu = (
-        [answer for answer in measured if (cell := answer.cell_on(side)) and cell.is_served]
-        for side in (CPU, GPU)
-    )
+    served_by_cpu = _served_on(CPU, measured)
+    served_by_gpu = _served_on(GPU, measured)
     if not served_by_cpu and not served_by_gpu:
         cells = [cell for answer in measured for cell in answer.cells]
         if all(map(_misses_unloaded, cells)):
@@ -86,21 +80,29 @@ def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData)
     gpu_serves = f"{largest_of_gpu.model}: {_both_rates(largest_of_gpu.gpu)}"
     if largest_of_cpu is None:
         return f"{cpu_serves}; {gpu_name} serves up to {gpu_serves}."
-    # larger models, which the CPU misses the SLO with, or which were not measured on it
+    # Larger models that only the GPU serves: the CPU misses the SLO, or was not measured with them.
     only_on_gpu = [
         answer.model
         for answer in served_by_gpu
         if measured.index(answer) > measured.index(largest_of_cpu)
     ]
-    gpu_is_faster = largest_of_cpu in served_by_gpu and (
-        _best_rate(largest_of_cpu.gpu) > _best_rate(largest_of_cpu.cpu)
+    is_gpu_faster = largest_of_cpu in served_by_gpu and (
+        _capacity_or_zero(largest_of_cpu.gpu) > _capacity_or_zero(largest_of_cpu.cpu)
     )
-    cases = ["above that"] if gpu_is_faster else []
-    if only_on_gpu:
-        cases.append(f"{'and ' if cases else ''}for {_listed(only_on_gpu)}")
-    if not cases:
+    if is_gpu_faster and only_on_gpu:
+        taken_over = f"above that, and for {_listed(only_on_gpu)}"
+    elif is_gpu_faster:
+        taken_over = "above that"
+    elif only_on_gpu:
+        taken_over = f"for {_listed(only_on_gpu)}"
+    else:
         return f"{cpu_serves}; {gpu_name} serves no more: {gpu_serves}."
-    return f"{cpu_serves}; {', '.join(cases)}, {gpu_name} takes over ({gpu_serves})."
+    return f"{cpu_serves}; {taken_over}, {gpu_name} takes over ({gpu_serves})."
+
+
+def _served_on(side: str, measured: Sequence[ModelAnswer]) -> list[ModelAnswer]:
+    """Return the models that a device serves at some rate."""
+    return [answer for answer in measured if (cell := answer.cell_on(side)) and cell.is_served]
 
 
 def _misses_unloaded(cell: CellData | None) -> bool:
@@ -111,13 +113,14 @@ def _misses_unloaded(cell: CellData | None) -> bool:
 
 
 def _is_disturbed(cell: CellData) -> bool:
-    """Return whether other processes took so much that they, and not the machine, may be the reason
-    for requests that missed the SLO."""
-    return bool(cell.busy) or (taken_share_of(cell) or 0.0) > MAX_SLIGHT_SHARE
+    """Return whether other processes took so much CPU time that requests may have missed the SLO
+    because of them, not because of the machine."""
+    return bool(cell.never_idle_reason) or (taken_share_of(cell) or 0.0) > MAX_SLIGHT_SHARE
 
 
 def _sentence_without_rates(cells: Sequence[CellData]) -> str:
-    """Return that no rate is known, and whether other processes are the reason."""
+    """Return a sentence which says that no rate is known, and whether other processes are the
+    reason."""
     sentence = "No rate was confirmed or estimated in this run"
     taken_shares = [taken_share_of(cell) or 0.0 for cell in cells if _is_disturbed(cell)]
     if not taken_shares:
@@ -130,7 +133,7 @@ def _sentence_without_rates(cells: Sequence[CellData]) -> str:
     )
 
 
-def _best_rate(cell: CellData | None) -> float:
+def _capacity_or_zero(cell: CellData | None) -> float:
     return 0.0 if cell is None else cell.estimated_rate or cell.confirmed_rate or 0.0
 
 
@@ -143,12 +146,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def _rate_in_words(cell: CellData) -> str:
     """Return `23 requests/s, confirmed`, or `about 1.6 requests/s (1.3–1.9), estimated`."""
-    capacity, like = cell.capacity, cell.like
+    capacity, unit_rate = cell.capacity, cell.unit_rate
     if cell.confirmed_rate or capacity is None:
-        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=like)
+        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=unit_rate)
         return f"{formatting.of_requests(confirmed)}, confirmed"
     estimate = formatting.rate_with_interval(
-        capacity.estimated_rate, capacity.low, capacity.high, like
+        capacity.estimated_rate, capacity.low, capacity.high, unit_rate
     )
     return f"about {formatting.of_requests(estimate)}, estimated"
 
@@ -164,14 +167,14 @@ def _both_rates(cell: CellData) -> str:
     """Return `23/s confirmed, about 31/s estimated`."""
     rates = []
     if cell.confirmed_rate:
-        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=cell.like)
+        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=cell.unit_rate)
         rates.append(f"{confirmed} confirmed")
     if cell.estimated_rate and cell.estimated_rate != cell.confirmed_rate:
-        rates.append(f"about {formatting.rate(cell.estimated_rate, like=cell.like)} estimated")
+        rates.append(f"about {formatting.rate(cell.estimated_rate, like=cell.unit_rate)} estimated")
     return ", ".join(rates)
 
 
-def _needed_gpu(answer: ModelAnswer) -> str:
+def _needs_gpu(answer: ModelAnswer) -> str:
     """Return `; llama-3.1-8b needs a GPU: NVIDIA L4 ($0.80/h)`; "" if it ran on a GPU."""
     if answer.cpu is None:
         return ""

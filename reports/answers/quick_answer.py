@@ -9,14 +9,14 @@ requests/s. A missing value is None, which people read as "not measured" or "not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from crossover.reports.answers.binding_limits import binding_of
@@ -76,8 +76,8 @@ class QuickAnswer(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""  # the run's folder
 
     @property
-    def like(self) -> float | None:
-        """The rate in whose unit all rates are shown."""
+    def unit_rate(self) -> float | None:
+        """The rate in whose unit all rates are written."""
         return None if self.capacity is None else self.capacity.estimated_rate
 
 
@@ -113,48 +113,56 @@ def quick_answer(
 
 
 def _has_other_limits(slo: Slo) -> bool:
-    """Whether requests may miss another limit than TTFT and TPOT; of these nothing says which limit
-    binds."""
+    """Whether the SLO limits more than TTFT and TPOT. The binding limit is known only for those
+    two."""
     return slo.ttfa_seconds is not None or slo.e2e_seconds is not None
 
 
 class FailedRequests(NamedTuple):
-    """Single requests that got no whole answer: they were refused, cut off or timed out."""
+    """The requests of some levels that got no whole answer: refused, cut off or timed out."""
 
     failed: int
-    requests: int  # all single requests, failed or not
+    requests: int  # all requests of these levels, failed or not
     kinds: Mapping[str, int]  # kind of failure, as records name it -> how many
 
     @property
     def share(self) -> float:
         return self.failed / self.requests if self.requests else 0.0
 
-    @property
-    def words(self) -> str:
-        """`18 of 20 single requests failed (17 connection, 1 cut_off)`."""
+    def in_words(self, requests: str) -> str:
+        """Return `18 of 20 single requests failed (17 connection, 1 cut_off)`, where `requests` is
+        "single requests"."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
-        return f"{self.failed} of {self.requests} single requests failed ({kinds})"
+        return f"{self.failed} of {self.requests} {requests} failed ({kinds})"
 
 
 def failed_requests(data: ReportData) -> FailedRequests:
     """Return the single requests of a run that failed, of all its levels together."""
     (cell,) = data.cells
+    levels = [measured.level for measured in cell.levels]
+    return _failed_in(level for level in levels if level.is_single_stream)
+
+
+def _failed_in(levels: Iterable[Level]) -> FailedRequests:
     kinds: Counter[str] = Counter()
     requests = 0
-    for level in (measured.level for measured in cell.levels):
-        if level.is_single_stream:
-            kinds.update(level.failures)
-            requests += int(level.counted.sum())
+    for level in levels:
+        kinds.update(level.failures)
+        requests += int(level.counted.sum())
     return FailedRequests(kinds.total(), requests, kinds)
 
 
 def _notes_of(cell: CellData) -> list[str]:
     ready = cell.ready
     notes = [] if ready is None else list(ready.endpoint_notes)
-    if failed := _failed_in_bursts(cell):
+    bursts = [
+        level for level in levels_of(read_records(Path(cell.folder))) if level.started.is_burst
+    ]
+    failed = _failed_in(bursts)
+    if failed.failed:
         notes.append(
-            f"{failed}: the server refused or dropped requests that came together, and the "
-            "estimate is from those that it answered"
+            f"{failed.in_words('requests of the bursts')}: the server refused or dropped requests "
+            "that came together, and the estimate is from those that it answered"
         )
     if cell.policy is not None and (ready is None or not ready.info.slots):
         notes.append(
@@ -164,21 +172,8 @@ def _notes_of(cell: CellData) -> list[str]:
     return notes
 
 
-def _failed_in_bursts(cell: CellData) -> str:
-    """Return `18 of 32 requests of the bursts failed (18 http_429)`; "": none failed."""
-    kinds: Counter[str] = Counter()
-    requests = 0
-    for level in levels_of(read_records(Path(cell.folder))):
-        if level.started.is_burst:
-            kinds.update(level.failures)
-            requests += int(level.counted.sum())
-    if not kinds:
-        return ""
-    words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{kinds.total()} of {requests} requests of the bursts failed ({words})"
-
-
 def _why_no_capacity(cell: CellData, data: ReportData) -> str:
+    """Return the reason for which nothing is estimated."""
     capacity = cell.capacity
     if capacity is None:
         return cell.reason or "nothing was measured"
@@ -221,6 +216,7 @@ def _answer_seconds(cell: CellData) -> float | None:
 
 
 def _takeover_of(cell: CellData, slo: Slo) -> QuickTakeover:
+    """Return the GPU that would take over, or why none is named."""
     if cell.side == GPU:
         return QuickTakeover(reason="it runs on a GPU already")
     if cell.spec is None:

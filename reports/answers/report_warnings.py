@@ -6,9 +6,9 @@ alerts_of(data)         # what must be shown on the first screen
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,27 +27,34 @@ from crossover.reports.report_data import CellData, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 MIN_ALERT_SHARE = 0.1  # change of the machine's speed from which the first screen names it
+MAX_ALERTS = 3
+MAX_LISTED = 3  # configurations that a sentence names
 
 
 def warnings_of(data: ReportData) -> list[NamedWarning]:
     """Return all warnings about a run, serious ones first."""
-    warnings = [*_of_levels(data), *_of_cells(data), *_of_engines(data), *_of_run(data)]
+    warnings = [*_of_levels(data), *_of_cells(data), *_of_engines(data)]
+    warnings += [*_of_ending(data), *_of_servers(data)]
     return sorted(warnings, key=lambda warning: warning.seriousness.rank)
 
 
 def alerts_of(data: ReportData) -> list[str]:
     """Return what a reader of the first screen must not miss: at most three sentences."""
-    models_by_reason = {cell.busy: _name(cell, data) for cell in data.cells if cell.busy}
+    names_by_reason = {
+        cell.never_idle_reason: _name(cell, data) for cell in data.cells if cell.never_idle_reason
+    }
     alerts = [
-        f"The machine was never idle while {model} was measured: {reason}."
-        for reason, model in models_by_reason.items()
+        f"The machine was never idle while {name} was measured: {reason}."
+        for reason, name in names_by_reason.items()
     ]
     for cell in data.cells:
         if cell.capacity is not None and (cell.capacity.speed_moved or 0) > MIN_ALERT_SHARE:
             alerts.append(f"{_name(cell, data)}: {speed_words(cell.capacity)}.")
-    if not _is_finished(data):
-        alerts.append("The run is not complete: its rows show what is missing.")
-    return alerts[:3]
+    without_capacity = [cell for cell in _interrupted_cells(data) if cell.capacity is None]
+    if without_capacity:
+        missing = _listed_configurations(without_capacity, data)
+        alerts.append(f"The run is not complete. It has no capacity of {missing}.")
+    return alerts[:MAX_ALERTS]
 
 
 def _where(cell: CellData, data: ReportData) -> str:
@@ -60,27 +67,54 @@ def _name(cell: CellData, data: ReportData) -> str:
     return f"{cell.model}{_where(cell, data)}"
 
 
-def _is_finished(data: ReportData) -> bool:
-    return bool(of_kind(data.events, RunFinished))
+def _interrupted_cells(data: ReportData) -> list[CellData]:
+    """Return the configurations that an unfinished run did not measure to their end."""
+    if of_kind(data.events, RunFinished):
+        return []
+    return [cell for cell in data.cells if cell.reason and cell.state != "skipped"]
+
+
+def _listed_configurations(cells: Sequence[CellData], data: ReportData) -> str:
+    """Return `llama-3.2-1b int8 on the CPU and llama-3.1-8b int8 on the CPU`; of more than
+    MAX_LISTED the first ones, and the number of the others."""
+    names = [f"{cell.model} {cell.weight_format}".strip() + _where(cell, data) for cell in cells]
+    others = len(names) - MAX_LISTED
+    if others > 0:
+        names = [*names[:MAX_LISTED], f"{others} more"]
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+class _LevelWarning(NamedTuple):
+    """A warning about a level."""
+
+    level_name: str  # `llama-3.2-1b at 1.8/s`
+    warning: NamedWarning
 
 
 def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
-    """Yield a warning for each code, about its worst level, with the number of the other levels."""
-    by_code: dict[str, list[tuple[str, NamedWarning]]] = {}  # code -> (name of a level, warning)
+    """Yield one warning for each code: that of its worst level, with the number of other levels
+    that have it."""
+    by_code: dict[str, list[_LevelWarning]] = {}
     for cell in data.cells:
         for measured in cell.levels:
-            load = measured.load(cell.like)
+            load = measured.load_words(cell.unit_rate)
             load = f"at {load}" if measured.level.rate is not None else f"({load})"
+            level_name = f"{_name(cell, data)} {load}"
             for warning in measured.warnings:
-                # A level far above the capacity is always unsteady, so that is no news.
-                if measured.judged.verdict != "misses" or warning.code != "Unsteady":
-                    named = f"{_name(cell, data)} {load}", warning
-                    by_code.setdefault(warning.code, []).append(named)
-    for code, warnings in by_code.items():
-        name, worst = min(warnings, key=lambda named: named[1].seriousness.rank)
-        others = len(warnings) - 1
-        more = f" {others} more {'level has' if others == 1 else 'levels have'} it."
-        text = f"{name}: {_sentence(worst.text)}{more if others else ''}"
+                # A level that misses the SLO is above the capacity, so its queue grows: no news.
+                if warning.code == "Unsteady" and measured.judged.verdict == "misses":
+                    continue
+                by_code.setdefault(warning.code, []).append(_LevelWarning(level_name, warning))
+    for code, level_warnings in by_code.items():
+        level_name, worst = min(level_warnings, key=lambda entry: entry.warning.seriousness.rank)
+        text = f"{level_name}: {_sentence(worst.text)}"
+        other_levels = len(level_warnings) - 1
+        if other_levels == 1:
+            text += " 1 more level has it."
+        elif other_levels:
+            text += f" {other_levels} more levels have it."
         yield NamedWarning(code, worst.seriousness, text, _sentence(worst.advice))
 
 
@@ -94,20 +128,23 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
                 f"{cell.model} {cell.weight_format}{_where(cell, data)}: {_sentence(cell.reason)}",
                 "Values that were not measured are shown as such.",
             )
-        if cell.capacity is not None and (text := speed_words(cell.capacity)):
+        capacity = cell.capacity
+        if capacity is None:
+            continue
+        if text := speed_words(capacity):
             advice = "The interval covers both speeds. Measure again at another time."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
-        if cell.capacity is not None and (text := reuse_words(cell.capacity, cell.like)):
-            users = users_words(cell.capacity)
+        if text := reuse_words(capacity, cell.unit_rate):
+            users = users_words(capacity)
             serves = f" The estimated capacity serves {users}." if users else ""
             advice = "Slots hold histories: with fewer of them than users, histories are evicted."
             yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
-        if cell.capacity is not None and cell.capacity.advice:
+        if capacity.advice:
             advice = (
                 "Choose another target or limit if it serves you as well; the capacity is then "
                 "known as precisely as the step times."
             )
-            yield NamedWarning("SteepSlo", NOTE, f"{title}: {cell.capacity.advice}", advice)
+            yield NamedWarning("SteepSlo", NOTE, f"{title}: {capacity.advice}", advice)
 
 
 def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
@@ -116,52 +153,59 @@ def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
     for first, second in itertools.combinations(data.cells, 2):
         if (first.model, first.side) != (second.model, second.side):
             continue
-        if (first_interval := _interval(first)) is None or (
-            second_interval := _interval(second)
-        ) is None:
+        first_interval, second_interval = _interval(first), _interval(second)
+        if first_interval is None or second_interval is None:
             continue
-        if first_interval[0] <= second_interval[1] and second_interval[0] <= first_interval[1]:
-            intervals = " and ".join(
-                f"{_engine(cell)} ({formatting.rate_interval(*interval, first.like)})"
-                for cell, interval in ((first, first_interval), (second, second_interval))
-            )
+        if (
+            first_interval.low <= second_interval.high
+            and second_interval.low <= first_interval.high
+        ):
             yield NamedWarning(
                 "NoDifferenceShown",
                 NOTE,
                 f"{_name(first, data)}: no difference shown between the capacities of "
-                f"{intervals}: their intervals overlap.",
+                f"{_with_interval(first, first_interval)} and "
+                f"{_with_interval(second, second_interval)}: their intervals overlap.",
                 "Confirm more rates, or measure longer, to tell them apart.",
             )
 
 
-def _interval(cell: CellData) -> tuple[float, float] | None:
-    """Return the 90 % interval of the capacity, requests/s; None: one of its ends is not known."""
+class _Interval(NamedTuple):
+    """The 90 % confidence interval of a capacity, requests/s."""
+
+    low: float
+    high: float
+
+
+def _interval(cell: CellData) -> _Interval | None:
+    """Return the interval of a configuration's capacity; None: one of its ends is not known."""
     capacity = cell.capacity
     if capacity is None or capacity.low is None or capacity.high is None:
         return None
-    return capacity.low, capacity.high
+    return _Interval(capacity.low, capacity.high)
 
 
-def _engine(cell: CellData) -> str:
-    return f"{cell.engine or cell.backend} {cell.weight_format}".strip()
+def _with_interval(cell: CellData, interval: _Interval) -> str:
+    """Return `onnx int8 (1.3–1.9/s)`."""
+    words = formatting.rate_interval(interval.low, interval.high, cell.unit_rate)
+    return f"{cell.engine_words} ({words})"
 
 
-def _of_run(data: ReportData) -> Iterator[NamedWarning]:
+def _of_ending(data: ReportData) -> Iterator[NamedWarning]:
+    """Yield the warnings about a run that was interrupted, or whose files are damaged."""
     abandoned = of_kind(data.events, LevelAbandoned)
     if of_kind(data.events, Interrupted) or abandoned:
-        reasons = list(dict.fromkeys(event.reason for event in abandoned))[:3]
-        why = f": {', '.join(reasons)}" if reasons else ""
-        levels = (
-            "1 unfinished level does"
-            if len(abandoned) == 1
-            else f"{len(abandoned)} unfinished levels do"
-        )
-        not_counted = f"; {levels} not count{why}" if abandoned else ""
-        text = f"The run was interrupted{not_counted}."
+        text = "The run was interrupted"
+        if abandoned:
+            reasons = list(dict.fromkeys(event.reason for event in abandoned))[:3]
+            is_one = len(abandoned) == 1
+            levels = "level does" if is_one else "levels do"
+            text += f"; {len(abandoned)} unfinished {levels} not count: {', '.join(reasons)}"
         advice = "The machine may have changed between the parts of the run."
-        yield NamedWarning("Interrupted", NOTE, text, advice)
-    if not _is_finished(data):
-        text = "The run is not complete: configurations or load levels are missing."
+        yield NamedWarning("Interrupted", NOTE, f"{text}.", advice)
+    if interrupted_cells := _interrupted_cells(data):
+        missing = _listed_configurations(interrupted_cells, data)
+        text = f"The run is not complete: it did not measure {missing} to the end."
         advice = f"Continue it with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
     lacks_requests = any(
@@ -174,6 +218,10 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         if lacks_requests:
             advice = "Measure these cells again: the file was damaged after it was written."
         yield NamedWarning("LinesLeftOut", SERIOUS if lacks_requests else NOTE, text, advice)
+
+
+def _of_servers(data: ReportData) -> Iterator[NamedWarning]:
+    """Yield the warnings about the servers, their models and the machine."""
     ready_events = of_kind(data.events, CellReady)
     if texts := dict.fromkeys(text for event in ready_events for text in event.shared_cores):
         advice = "Use more cores, or run the load generator on another machine."
@@ -210,10 +258,13 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
 
 
 def _route(ready: CellReady) -> str:
-    """Return the route of requests and how answers end; "": both are the default."""
-    with contextlib.suppress(msgspec.ValidationError):
-        return route_words(msgspec.convert(ready.target, TargetFacts))
-    return ""  # an endpoint that was not probed, or an exported run
+    """Return the route of requests and how answers end; "": both are the default, or not known, as
+    of an endpoint that was not probed and in an exported run."""
+    try:
+        target = msgspec.convert(ready.target, TargetFacts)
+    except msgspec.ValidationError:
+        return ""
+    return route_words(target)
 
 
 def _sentence(text: str) -> str:

@@ -179,10 +179,10 @@ class _TimeIsOver(LoadError):
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt what runs inside in time to end within so many seconds, and raise _TimeIsOver.
+    """Interrupt the block so early that it is closed within `seconds`, and raise _TimeIsOver.
 
-    It ends as by Ctrl-C, with its records: every server, process and file is closed. The journal
-    names the time limit as the reason.
+    The block is interrupted as by Ctrl-C: every server, process and file is closed, and the records
+    are kept. The journal names the time limit as the reason.
     """
     is_over = False
 
@@ -192,7 +192,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         ignore_signals()
         raise KeyboardInterrupt(f"the time limit of {seconds:g} s was reached")
 
-    before = signal.signal(signal.SIGALRM, end)
+    previous_handler = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds - CLOSING_SECONDS)
     try:
         yield
@@ -205,7 +205,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         ) from problem
     finally:
         _stop_clock()
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _stop_clock() -> None:
@@ -213,7 +213,7 @@ def _stop_clock() -> None:
 
 
 def _slo_of(options: QuickOptions) -> Slo:
-    """Raises LoadError."""
+    """Return the SLO of --slo. Raises LoadError for an SLO without a limit on latency."""
     try:
         slo = parse_slo(options.slo)
     except ValueError as problem:
@@ -227,7 +227,7 @@ def _slo_of(options: QuickOptions) -> Slo:
 
 
 def _shape_of(options: QuickOptions) -> ModelSpec | None:
-    """Raises LoadError."""
+    """Return the shape of --shape; None: not given. Raises LoadError for an unknown shape."""
     if options.shape is None:
         return None
     try:
@@ -240,7 +240,10 @@ def _shape_of(options: QuickOptions) -> ModelSpec | None:
 
 
 def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
-    """Raises TargetUnusable where no server answers, or none without an API key."""
+    """Return the server that the user named, else the first that is found on this machine.
+
+    Raises TargetUnusable where no server answers, or none without an API key.
+    """
     if options.url is not None:
         url = options.url.strip()
         url = f"http://127.0.0.1:{url}" if url.isdecimal() else url
@@ -249,14 +252,14 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
         progress.tick(f"looking at {url}")
         return look_at(url, options.api_key_env) or LocalServer(url, "unknown", ())
     progress.tick("looking for a server on this machine")
-    found = find_local_servers()
-    if not found and (refusing := ports_that_need_a_key()):
+    servers = find_local_servers()
+    if not servers and (refusing := ports_that_need_a_key()):
         raise TargetUnusable(
             f"Port {refusing[0]} of this machine answers only with an API key. Put the key into an "
             "environment variable and name it, and the port: "
             f"`crossover quick {refusing[0]} --api-key-env NAME`."
         )
-    if not found:
+    if not servers:
         ports = ", ".join(f"{port} ({who})" for port, who in USUAL_PORTS.items())
         model = PACKAGED if packaged_file(PACKAGED) is not None else "135m"
         raise TargetUnusable(
@@ -264,10 +267,11 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
             f"`crossover serve {model}` and run `crossover quick` in another terminal, or give the "
             "URL of one: `crossover quick http://HOST:PORT`."
         )
-    if others := found[1:]:
-        named = "; ".join(server.words for server in others)
-        progress.say(f"there is also {named}; name one to measure it", style="yellow")
-    return found[0]
+    first, *others = servers
+    if others:
+        other_servers = "; ".join(server.words for server in others)
+        progress.say(f"there is also {other_servers}; name one to measure it", style="yellow")
+    return first
 
 
 def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -> Target:
@@ -302,8 +306,9 @@ def _measured(
     shape: ModelSpec | None,
     progress: Progress,
 ) -> QuickAnswer:
-    """Raises LoadError."""
-    target, notes = question.target, []
+    """Measure the server and return the answer. Raises LoadError."""
+    target = question.target
+    notes = []
     context_tokens = ask_details(target, target.model or "").context_tokens
     workload = fitting_workload(question.workload, context_tokens)
     if workload != question.workload:
@@ -320,11 +325,11 @@ def _measured(
     failed = failed_requests(data)
     if failed.share > MAX_FAILED_SHARE:
         raise TargetUnusable(
-            f"{failed.words}: the server cannot be measured. Look at its log. Their records are in "
-            f"{folder}."
+            f"{failed.in_words('single requests')}: the server cannot be measured. Look at its "
+            f"log. Their records are in {folder}."
         )
     if failed.failed:
-        notes.append(failed.words)
+        notes.append(failed.in_words("single requests"))
     return quick_answer(
         _with_shape(data, shape),
         software=SOFTWARE_NAMES[server.software],
@@ -344,12 +349,12 @@ def _with_shape(data: ReportData, shape: ModelSpec | None) -> ReportData:
 def _screen(answer: QuickAnswer) -> list[str]:
     trust = " --trust" if "--api-key-env" in sys.argv else ""
     confirm = f"crossover campaign resume {answer.run} --confirm{trust}"
-    found = answer.capacity
-    if found is not None and found.confirm_seconds is not None and answer.grade == "estimated":
-        minutes = found.confirm_seconds / 60
-        following = [f"To confirm a rate under load ({minutes:.0f} min): {confirm}"]
-    else:
-        following = []
+    capacity = answer.capacity
+    next_steps = []
+    if capacity is not None and capacity.confirm_seconds is not None:
+        if answer.grade == "estimated":
+            minutes = capacity.confirm_seconds / 60
+            next_steps.append(f"To confirm a rate under load ({minutes:.0f} min): {confirm}")
     return [
         "",
         *lines_of(answer),
@@ -358,13 +363,14 @@ def _screen(answer: QuickAnswer) -> list[str]:
         "",
         markdown_of(answer),
         "",
-        *following,
+        *next_steps,
         f"The page of this run: crossover report {answer.run}",
     ]
 
 
 class _QuickProgress(Progress):
-    """What a campaign says of itself moves; warnings and our own lines stay."""
+    """Shows a campaign's own messages on the line that is overwritten; warnings, and what this
+    command says, stay on the screen."""
 
     def say(self, text: str, style: str | None = None) -> None:
         if text.startswith(("run ", "cell ", "  ready", "complete", "  calibrated")):

@@ -9,12 +9,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from crossover.reports.answers.check_conditions import QUANTITIES, checked
+from crossover.reports.answers.check_conditions import QUANTITIES, check_condition
 from crossover.reports.answers.first_screen import first_screen_of
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.errors import MissingPackage, ReportError
 from crossover.reports.render.json_and_csv import as_json
-from crossover.reports.render.report_files import FORMATS, write_files
+from crossover.reports.render.report_files import FORMATS, write_report
 from crossover.reports.report_data import ReportData, read_report
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
@@ -50,7 +50,8 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
             "Repeatable. A condition is MODEL:QUANTITY, then >=, <=, > or <, then a number. "
             "Where a model was measured on both devices: MODEL:cpu:QUANTITY, MODEL:gpu:QUANTITY. "
             f"Quantities: {QUANTITY_NAMES}.",
-            *("check", "CONDITION"),
+            "check",
+            "CONDITION",
         ),
     ] = None
     share: Annotated[
@@ -90,15 +91,15 @@ def _report(options: ReportOptions) -> None:
         if screen.prefix_reuse:
             typer.echo(screen.prefix_reuse)
         typer.echo(screen.basis)
-    checks = [checked(condition, answers) for condition in options.checks or ()]
+    checks = [check_condition(condition, answers) for condition in options.checks or ()]
     for check in checks:
         typer.echo(f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", err=options.as_json)
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
     asks_for_files = options.formats or options.png or options.out or options.open_page
-    if options.as_json or (checks and not asks_for_files):
-        return
-    _write(options, data, answers, formats)
+    prints_only = options.as_json or (checks and not asks_for_files)
+    if not prints_only:
+        _write(options, data, answers, formats)
 
 
 report = command_of(ReportOptions, _report)
@@ -110,12 +111,12 @@ def _write(
     """Write the files and print their paths; without the packages for charts, write no page."""
     folder = options.out or options.run / "report"
     try:
-        written = write_files(data, answers, folder, formats)
+        written = write_report(data, answers, folder, formats)
     except MissingPackage as problem:
         if options.formats is not None or options.png:
             raise
         typer.echo(f"No page: {problem}", err=True)
-        written = write_files(data, answers, folder, ["md", "csv"])
+        written = write_report(data, answers, folder, ["md", "csv"])
     for path in written:
         typer.echo(str(path))
     if options.open_page:
@@ -130,4 +131,6 @@ def _formats(options: ReportOptions) -> list[str]:
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ReportError(f"--format {unknown[0]!r} is not one of {', '.join(FORMATS)}")
-    return [*formats, *(["png"] if options.png and "png" not in formats else [])]
+    if options.png and "png" not in formats:
+        formats.append("png")
+    return formats

@@ -3,15 +3,15 @@
     machine = calibrated_machine(Path("machine.json"))     # by `crossover calibrate`, there
     step_times, half_width = machine.step_times(ladder_model("3b").spec, "Q4_0", 8, 1)
 
-Each number of a step-time model grows with something in a model's shape. Its factors a to f are
-fitted to the measured models of the same weight format (least squares of relative errors, none
-below zero):
+Each coefficient of a step-time model grows with terms of a model's shape. The factors a and b of
+these terms are fitted for each coefficient by itself, to the measured models of the same weight
+format (least squares of relative errors, none below zero):
 
     base, pass                   a * shared parameters + b * layers * hidden
     prompt token                 a * active parameters + b * layers * hidden
-    row                          c * active parameters + d * head parameters
-    token of context             e * layers * heads * head width
-    experts                      f * parameters of the experts
+    row                          a * active parameters + b * head parameters
+    token of context             a * layers * heads * head width
+    experts                      a * parameters of the experts
     request                      the mean of the measured models: it is the server's, not a model's
 
 Shared parameters are those that every pass reads, active parameters those that one token multiplies
@@ -76,18 +76,17 @@ def _step_times(
     """
     if devices > 1:
         raise ReportError(f"{file.name}: several machines cannot share a step. Use replicas")
-    of_format = [steps for steps in file.models if steps.weight_format == weight_format]
-    for steps in of_format:
+    same_format = [steps for steps in file.models if steps.weight_format == weight_format]
+    for steps in same_format:
         if steps.model.name == spec.name:
             return steps.step_times, SAME_HALF_WIDTH
-    if not of_format:
+    if not same_format:
         nearest = _models_of_nearest_format(file, spec, weight_format)
         return _fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH
-    is_like_measured = any(
-        (steps.model.experts is None) == (spec.experts is None) for steps in of_format
-    )
-    half_width = BIGGER_HALF_WIDTH if is_like_measured else FORMAT_HALF_WIDTH
-    return _fitted_step_times(spec, of_format), half_width
+    is_mixture = spec.experts is not None
+    has_same_kind = any((steps.model.experts is not None) == is_mixture for steps in same_format)
+    half_width = BIGGER_HALF_WIDTH if has_same_kind else FORMAT_HALF_WIDTH
+    return _fitted_step_times(spec, same_format), half_width
 
 
 def _models_of_nearest_format(
@@ -107,53 +106,52 @@ def _models_of_nearest_format(
     return [steps for steps in file.models if steps.weight_format == nearest]
 
 
+# What the numbers of a step-time model grow with (the module's docstring has the formulas).
+
+
+def _expert_parameters(model: ModelSpec) -> int:
+    return 0 if model.experts is None else model.experts.parameters
+
+
+def _shared_parameters(model: ModelSpec) -> int:
+    return model.matrix_parameters - _expert_parameters(model)
+
+
+def _active_parameters(model: ModelSpec) -> float:
+    if model.experts is None:
+        return model.matrix_parameters
+    expert_share = model.experts.expected_share(1)  # of the experts that one token passes through
+    return _shared_parameters(model) + expert_share * model.experts.parameters
+
+
+def _layers_times_hidden(model: ModelSpec) -> int:
+    return model.layers * model.hidden
+
+
+def _head_parameters(model: ModelSpec) -> int:
+    return model.vocabulary * model.hidden
+
+
+def _attention_width(model: ModelSpec) -> int:
+    return model.layers * model.heads * model.head_dim
+
+
 def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepTimeModel:
-    """Return the step-time model of a model, fitted to those of the measured models (the formulas
-    are in the module's docstring)."""
+    """Return the step-time model of a model, fitted to those of the measured models."""
 
-    def expert(model: ModelSpec) -> int:
-        return 0 if model.experts is None else model.experts.parameters
-
-    def shared(model: ModelSpec) -> int:
-        return model.matrix_parameters - expert(model)
-
-    def active(model: ModelSpec) -> float:
-        if model.experts is None:
-            return model.matrix_parameters
-        return shared(model) + model.experts.expected_share(1) * model.experts.parameters
-
-    def width(model: ModelSpec) -> int:
-        return model.layers * model.hidden
-
-    def head(model: ModelSpec) -> int:
-        return model.vocabulary * model.hidden
-
-    def attention(model: ModelSpec) -> int:
-        return model.layers * model.heads * model.head_dim
-
-    def fitted(number: str, *terms: Callable[[ModelSpec], float]) -> float:
-        """Return a number of the step-time model: the sum of its terms, each with its factor."""
-        seconds = np.array([getattr(steps.step_times, number) for steps in measured])
+    def fitted(coefficient: str, *terms: Callable[[ModelSpec], float]) -> float:
+        """Return a coefficient of the step-time model: the sum of its terms, each times a factor
+        that is fitted to the measured models."""
+        seconds = np.array([getattr(steps.step_times, coefficient) for steps in measured])
         if len(measured) == 1 or not seconds.all():
-            # There is one equation for two factors: all of it goes with the first term.
+            # One model does not tell two terms apart, and the relative error of a coefficient of 0
+            # is not defined: all of it is taken to grow with the first term.
             mean_term = fmean(terms[0](steps.model) for steps in measured)
             return fmean(seconds.tolist()) * terms[0](spec) / mean_term
         table = np.array([[term(steps.model) for term in terms] for steps in measured], dtype=float)
         scale = table.max(axis=0)
         factors, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))
         return float(factors / scale @ [term(spec) for term in terms])
-
-    def expert_seconds() -> float:
-        """Return the seconds of reading all experts of the model."""
-        mixtures = [steps for steps in measured if steps.model.experts is not None]
-        if mixtures:
-            parameters = sum(expert(steps.model) for steps in mixtures)
-            seconds = sum(steps.step_times.expert_seconds for steps in mixtures)
-            return seconds * expert(spec) / parameters
-        seconds_per_parameter = fmean(
-            steps.step_times.base_seconds / shared(steps.model) for steps in measured
-        )
-        return seconds_per_parameter * expert(spec)
 
     outside_seconds = [
         steps.step_times.request_seconds
@@ -162,11 +160,30 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
     ]
     return StepTimeModel(
         request_seconds=fmean(outside_seconds) if outside_seconds else None,
-        base_seconds=fitted("base_seconds", shared, width),
-        row_seconds=fitted("row_seconds", active, head),
-        prompt_token_seconds=fitted("prompt_token_seconds", active, width),
-        context_token_seconds=fitted("context_token_seconds", attention),
-        pass_seconds=fitted("pass_seconds", shared, width),
-        expert_seconds=expert_seconds(),
+        base_seconds=fitted("base_seconds", _shared_parameters, _layers_times_hidden),
+        row_seconds=fitted("row_seconds", _active_parameters, _head_parameters),
+        prompt_token_seconds=fitted(
+            "prompt_token_seconds", _active_parameters, _layers_times_hidden
+        ),
+        context_token_seconds=fitted("context_token_seconds", _attention_width),
+        pass_seconds=fitted("pass_seconds", _shared_parameters, _layers_times_hidden),
+        expert_seconds=_expert_seconds(spec, measured),
         experts=None if spec.experts is None else spec.experts.routing,
     )
+
+
+def _expert_seconds(spec: ModelSpec, measured: Sequence[ModelSteps]) -> float:
+    """Return the seconds that reading all experts of a model takes.
+
+    Without a measured mixture of experts, their parameters are taken to be read as fast as those of
+    the measured dense models.
+    """
+    mixtures = [steps for steps in measured if steps.model.experts is not None]
+    if mixtures:
+        parameters = sum(_expert_parameters(steps.model) for steps in mixtures)
+        seconds = sum(steps.step_times.expert_seconds for steps in mixtures)
+        return seconds * _expert_parameters(spec) / parameters
+    seconds_per_parameter = fmean(
+        steps.step_times.base_seconds / _shared_parameters(steps.model) for steps in measured
+    )
+    return seconds_per_parameter * _expert_parameters(spec)

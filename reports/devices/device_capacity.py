@@ -58,9 +58,11 @@ VLLM_OUTSIDE_BYTES = 0.6 * GIB
 GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
 PREFILL_TOKENS = 2048  # of a step while other requests decode: vLLM's default for a server
-TOGETHER = (1, 2, 4, 8)  # numbers of devices that may share each step
-TURNS = 1_000  # simulated for a rate of conversations, which take longer to simulate
-SLOW, MIDDLE, QUICK = 1, 0, -1  # steps for the low end, the estimate and the high end
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)  # numbers of devices that may share each step
+CONVERSATION_REQUESTS = 1_000  # simulated at a rate of conversations, which take longer to simulate
+# By how many half widths of its band ln(step time) is moved: steps are slow for the low end of a
+# capacity, as expected for the estimate, and fast for the high end.
+SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS = 1, 0, -1
 
 CapacityGrade = Literal["confirmed", "estimated", "predicted"]
 # Whether a rate meets the SLO: with 90 % confidence; with 10 to 90 %; with less.
@@ -77,13 +79,16 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
     lengths: Lengths
     arrivals: Arrivals = Poisson()
     workload: Workload | None = None  # from which the lengths were drawn; None: not known
-    # That a request spends outside the engine, by the machine where it was measured; see
-    # StepTimeModel. It is added on devices that nobody measured. None: not known.
+    # Time that a request spends outside the engine, from the machine where it was measured (see
+    # StepTimeModel). Devices that were not measured are assumed to need as much. None: not known.
     request_seconds: float | None = None
 
     def served_with(self, reuse: PrefixReuse | None, reasoning_share: float) -> Traffic:
-        """Return the same traffic as a server sees it that reuses so much of histories and whose
-        model spends `reasoning_share` of its output on reasoning."""
+        """Return the traffic as it reaches one server.
+
+        `reuse` says how much of histories that server finds in its cache, `reasoning_share` how
+        much of an answer's duration its model spends on reasoning.
+        """
         if self.workload is None or (reuse is None and not reasoning_share):
             return self
         lengths = lengths_of(
@@ -157,22 +162,7 @@ class Service(msgspec.Struct, frozen=True):
             return machine.policy
         kv_tokens, slots = None, machine.slots
         if machine.memory_bytes is not None:
-            min_bytes = self.needed_bytes(self.traffic.longest)
-            all_bytes = machine.memory_bytes * self.devices
-            if min_bytes > all_bytes:
-                raise ReportError(
-                    f"needs {min_bytes / GIB:.1f} GiB, {machine.name} has {all_bytes / GIB:.1f} GiB"
-                )
-            share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
-            free_bytes = (all_bytes - self.needed_bytes(0, states=0)) * share
-            token_bytes = self.spec.kv_bytes_per_token("fp16")
-            state_bytes = self.spec.state_bytes_per_slot
-            if state_bytes:
-                slot_bytes = state_bytes + self.traffic.longest * token_bytes
-                slots = min(slots, max(1, int(free_bytes / slot_bytes)))
-            kv_bytes = free_bytes - slots * state_bytes
-            # None: no layer has a KV cache.
-            kv_tokens = int(kv_bytes / token_bytes) if token_bytes else None
+            kv_tokens, slots = self._fitting_cache(machine.memory_bytes * self.devices)
         return SchedulerSettings(
             slots=slots,
             context_tokens=int(self.traffic.longest),
@@ -182,12 +172,32 @@ class Service(msgspec.Struct, frozen=True):
             step_seconds_target=None,
         )
 
+    def _fitting_cache(self, memory_bytes: float) -> tuple[int | None, int]:
+        """Return the tokens of the KV cache (None: no layer has one) and the slots for which there
+        is memory. Raises ReportError if it is too small for the longest request."""
+        min_bytes = self.needed_bytes(self.traffic.longest)
+        if min_bytes > memory_bytes:
+            raise ReportError(
+                f"needs {min_bytes / GIB:.1f} GiB, {self.machine.name} has "
+                f"{memory_bytes / GIB:.1f} GiB"
+            )
+        usable_share = VLLM_MEMORY_SHARE if self.machine.is_served_by_vllm else 1.0
+        free_bytes = (memory_bytes - self.needed_bytes(0, states=0)) * usable_share
+        token_bytes = self.spec.kv_bytes_per_token("fp16")
+        state_bytes = self.spec.state_bytes_per_slot
+        slots = self.machine.slots
+        if state_bytes:  # each slot has a recurrent state, whatever the length of its sequence
+            slot_bytes = state_bytes + self.traffic.longest * token_bytes
+            slots = min(slots, max(1, int(free_bytes / slot_bytes)))
+        kv_bytes = free_bytes - slots * state_bytes
+        return int(kv_bytes / token_bytes) if token_bytes else None, slots
+
 
 class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of a machine under an SLO, requests/s. Where it is None, `reason` says why."""
 
     device: str
-    kind: CapacityGrade
+    grade: CapacityGrade = msgspec.field(name="kind")
     devices: int = 1  # which share each step
     low: float | None = None  # the low end: the capacity is above it in nine of ten cases
     rate: float | None = None
@@ -224,7 +234,7 @@ def machine_of(device: Device) -> Machine:
 
 @lru_cache(maxsize=1024)
 def simulation_of(service: Service, speed: int) -> Server:
-    """Return a service as the simulation runs it, with SLOW, MIDDLE or QUICK steps.
+    """Return a service as the simulation runs it, with SLOW_STEPS, EXPECTED_STEPS or FAST_STEPS.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
@@ -232,17 +242,19 @@ def simulation_of(service: Service, speed: int) -> Server:
     step_times, half_width = machine.step_times(
         service.spec, service.weight_format, machine.slots, service.devices
     )
-    slower = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
-    if slower.request_seconds is None:
-        slower = msgspec.structs.replace(slower, request_seconds=traffic.request_seconds)
+    step_times = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
+    if step_times.request_seconds is None:
+        step_times = msgspec.structs.replace(step_times, request_seconds=traffic.request_seconds)
     policy = service.policy()
-    count = QUICK_REQUESTS if traffic.lengths.turns is None else TURNS
-    return Server(slower, policy, traffic.lengths, traffic.arrivals, count=count)
+    count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
+    return Server(step_times, policy, traffic.lengths, traffic.arrivals, count=count)
 
 
 def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
-    """Return with which certainty a service meets the SLO at a rate, from one or two simulations
-    and no search for its capacity.
+    """Return with which certainty a service meets the SLO at a rate.
+
+    It simulates this rate with slow steps and, if needed, with fast ones; that is quicker than a
+    search for the capacity.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
@@ -250,26 +262,27 @@ def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
     def meets_slo(server: Server) -> bool:
         return _meets_slo_unloaded(server, slo) and server.meets(rate, slo)
 
-    if meets_slo(simulation_of(service, SLOW)):
+    if meets_slo(simulation_of(service, SLOW_STEPS)):
         return "yes"
-    return "perhaps" if meets_slo(simulation_of(service, QUICK)) else "no"
+    return "perhaps" if meets_slo(simulation_of(service, FAST_STEPS)) else "no"
 
 
 def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     """Return the capacity of a service. For a machine that cannot serve the model, its `reason`
     says why; nothing is raised."""
     machine, count = service.machine, service.devices
+    price, watts = machine.dollars_per_hour, machine.watts
     capacity = DeviceCapacity(
         device=machine.name,
-        kind=machine.grade,
+        grade=machine.grade,
         devices=count,
-        dollars_per_hour=machine.dollars_per_hour and machine.dollars_per_hour * count,
-        watts=machine.watts and machine.watts * count,
+        dollars_per_hour=None if price is None else price * count,
+        watts=None if watts is None else watts * count,
     )
     try:
-        low, rate, high = (
-            _crossing(simulation_of(service, speed), slo) for speed in (SLOW, MIDDLE, QUICK)
-        )
+        low = _crossing(simulation_of(service, SLOW_STEPS), slo)
+        rate = _crossing(simulation_of(service, EXPECTED_STEPS), slo)
+        high = _crossing(simulation_of(service, FAST_STEPS), slo)
     except ReportError as problem:
         return msgspec.structs.replace(capacity, reason=str(problem))
     memory_bytes = None
@@ -281,7 +294,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
         return msgspec.structs.replace(capacity, reason=f"misses the SLO {slo.name} {limits}")
-    requests = simulation_of(service, MIDDLE).play(rate)
+    requests = simulation_of(service, EXPECTED_STEPS).play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]
     return msgspec.structs.replace(
         capacity,

@@ -25,7 +25,7 @@ from crossover.models.weights_manifest import with_home
 from crossover.reports.errors import ReportError
 from crossover.serving.option_help import Positive
 
-# The share of the memory on the label that the driver leaves, at least. GDDR: L4 23034 of 24576
+# The share of the memory on the label that the driver leaves for use. GDDR: L4 23034 of 24576
 # MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi). HBM: A100 and H100 79.1 of 80 GiB (the
 # total in vLLM's log). Memory that the GPU shares with its CPU: what macOS gives it by default.
 USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
@@ -96,7 +96,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.memory_gib * GIB * USABLE_SHARES[self.memory_type]
 
 
-class _Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CatalogFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: list[Device] = []
 
 
@@ -110,37 +110,37 @@ def read_devices(text: str, what: str) -> list[Device]:
     """Return the devices of a TOML text; `what` names it in errors. Raises ReportError, which names
     key and value."""
     try:
-        return msgspec.convert(tomllib.loads(text), _Catalogue).device
+        return msgspec.convert(tomllib.loads(text), _CatalogFile).device
     except (ValueError, RecursionError) as problem:  # msgspec's and tomllib's are ValueErrors
         raise ReportError(f"{what} is broken: {problem}") from problem
 
 
 @cache
-def shipped() -> tuple[Device, ...]:
+def shipped_devices() -> tuple[Device, ...]:
     """Return the devices of device_catalog.toml."""
     name = "device_catalog.toml"
     return tuple(read_devices(resources.files(__package__).joinpath(name).read_text("utf-8"), name))
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the shipped devices and the user's, which replace those of their name. Smallest memory
-    first.
+    """Return the shipped devices and the user's, those with the smallest memory first. A device of
+    the user replaces the shipped one of its name.
 
     Raises ReportError if the user's file is broken.
     """
     path = user_file()
     try:
-        own = read_devices(path.read_text("utf-8-sig"), str(path))
+        user_devices = read_devices(path.read_text("utf-8-sig"), str(path))
     except FileNotFoundError:
-        own = []
+        user_devices = []
     except (OSError, UnicodeDecodeError) as problem:
         raise ReportError(f"{path} cannot be read: {problem}") from problem
-    by_name = {device.name.casefold(): device for device in (*shipped(), *own)}
+    by_name = {device.name.casefold(): device for device in (*shipped_devices(), *user_devices)}
 
-    def order(device: Device) -> tuple[float, float]:
-        return device.memory_gib or 0, device.dollars_per_hour or 1e9
+    def memory_and_price(device: Device) -> tuple[float, float]:
+        return device.memory_gib or 0, device.dollars_per_hour or math.inf
 
-    return tuple(sorted(by_name.values(), key=order))
+    return tuple(sorted(by_name.values(), key=memory_and_price))
 
 
 def priced_gpus() -> tuple[Device, ...]:
@@ -156,10 +156,10 @@ def priced_gpus() -> tuple[Device, ...]:
 def device_of_driver_name(name: str, memory_bytes: float | None = None) -> Device | None:
     """Return the device that a driver calls `NVIDIA H200`, `NVIDIA A100-SXM4-80GB` or `Tesla T4`.
 
-    A driver's name has more or fewer words than the catalog's. The entry is the one with the most
-    words that are all in the driver's name; "80GB" need not be in it, since the memory says so, nor
-    "SXM", which NVIDIA's drivers often leave out. None where no entry, or more than one, is as
-    near.
+    `memory_bytes` is what the driver reports. All words of the entry's name must be in the driver's
+    name, except two: "80GB", since the memory says so, and "SXM", which NVIDIA's drivers often
+    leave out. Of several such entries the one with the most words is returned; None where there is
+    none, or where two have as many.
     """
     driver_words = _words(name.replace("SXM4", "SXM").replace("SXM5", "SXM").replace("HBM3", "SXM"))
     candidates: list[tuple[tuple[int, bool], Device]] = []  # (matching words, is SXM), device
@@ -191,10 +191,10 @@ def device_named(name: str) -> Device:
 
     Raises ReportError where there is none, or more than one.
     """
-    wanted = name.casefold()
-    matches = [device for device in devices() if device.name.casefold() == wanted]
+    folded_name = name.casefold()
+    matches = [device for device in devices() if device.name.casefold() == folded_name]
     if not matches:
-        words = wanted.split()
+        words = folded_name.split()
         matches = [
             device for device in devices() if all(word in device.name.casefold() for word in words)
         ]

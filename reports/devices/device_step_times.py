@@ -69,7 +69,8 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _shipped() -> Mapping[str, Constants]:
+def _constants_by_class() -> Mapping[str, Constants]:
+    """Return `hbm|NVIDIA` -> the constants of that memory type and maker."""
     file = resources.files(__package__).joinpath("step_time_constants.json")
     return msgspec.json.decode(file.read_bytes(), type=dict[str, Constants])
 
@@ -77,8 +78,8 @@ def _shipped() -> Mapping[str, Constants]:
 def constants_of(device: Device) -> Constants:
     """Return the constants of a device's class; makers without published measurements share the
     class `other`."""
-    of_maker = _shipped().get(f"{device.memory_type}|{device.maker}")
-    return of_maker or _shipped()[f"{device.memory_type}|other"]
+    of_maker = _constants_by_class().get(f"{device.memory_type}|{device.maker}")
+    return of_maker or _constants_by_class()[f"{device.memory_type}|other"]
 
 
 def format_class(weight_format: str) -> str:
@@ -124,9 +125,10 @@ def predicted_step_times(
         raise ReportError(str(problem.args[0])) from problem
     constants = constants_of(device)
     # vLLM computes with 16 bits from weights of 4 and 8 bits.
-    kind = "16" if device.is_served_by_vllm else format_class(weight_format)
+    compute_class = "16" if device.is_served_by_vllm else format_class(weight_format)
     peak16 = device.tflops.fp16 * 1e12 * devices
-    peak = peak16 * {"16": 1, "fp4": 4}.get(kind, 2)
+    # As in the fit: the peak is twice the 16-bit one for the other formats, four times for fp4.
+    peak = peak16 * {"16": 1, "fp4": 4}.get(compute_class, 2)
     bandwidth = constants.bandwidth_share * device.bandwidth_gb_per_second * 1e9 * devices
     token_operations = 2 * spec.active_parameters  # without attention
     cached_layers = sum(group.layers for group in spec.cache_groups)
@@ -140,14 +142,14 @@ def predicted_step_times(
         """Return the seconds of decode steps of so many sequences with this mean context."""
         kv_bytes = spec.kv_bytes_per_token("fp16") * rows * context
         memory = (read_bytes(rows) + constants.kv * kv_bytes) / bandwidth
-        compute = token_operations * rows / (constants.peak_share[kind] * peak)
+        compute = token_operations * rows / (constants.peak_share[compute_class] * peak)
         host = spec.layers * constants.layer_seconds + constants.row_seconds * rows
         seconds: Array = np.hypot(memory, compute) + host
         return seconds + _all_reduces(device, spec, devices, rows)
 
     def prefill(tokens: Array) -> Array:
         """Return the seconds of prompts of so many tokens."""
-        share = constants.prompt_peak_share[kind]
+        share = constants.prompt_peak_share[compute_class]
         attention = 2 * attention_layers * spec.heads * spec.head_dim * tokens**2
         work = token_operations * tokens / (share * peak)
         work += constants.attention * attention / (share * peak16)
@@ -171,10 +173,11 @@ def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -
     link = device.link_gb_per_second or DEFAULT_LINK_GBS
     if devices > NODE_DEVICES:
         link = min(link, NODE_LINK_GBS)
-    hop = constants_of(device).hop_seconds[link >= FAST_LINK_GBS]
+    pcie_hop_seconds, nvlink_hop_seconds = constants_of(device).hop_seconds
+    hop_seconds = nvlink_hop_seconds if link >= FAST_LINK_GBS else pcie_hop_seconds
     moved_bytes = 2 * (devices - 1) / devices * tokens * spec.hidden * 2
     transfer = moved_bytes / (LINK_SHARE * link * 1e9)
-    seconds: Array = 2 * spec.layers * (hop * np.log2(devices) + transfer)
+    seconds: Array = 2 * spec.layers * (hop_seconds * np.log2(devices) + transfer)
     return seconds
 
 
@@ -183,30 +186,33 @@ def _nearest_step_times(
 ) -> StepTimeModel:
     """Return the step-time model nearest to these seconds, by least squares of relative errors.
 
-    `seconds` has decode steps of so many `rows` and tokens of `context`, then steps of `prompts`.
+    `seconds` has a value for each decode step, then one for each prompt. A decode step has so many
+    `rows` and, in all of them together, tokens of `context`; a prompt has so many tokens.
     """
     from scipy.optimize import nnls
 
-    no_rows = np.zeros_like(prompts)
+    none_in_prompts = np.zeros_like(prompts)
+    none_in_decode_steps = np.zeros_like(rows)
     columns = [
         np.ones(len(seconds)),
-        np.concatenate([rows, no_rows]),
-        np.concatenate([np.zeros_like(rows), prompts]),
-        np.concatenate([context, no_rows]),
+        np.concatenate([rows, none_in_prompts]),
+        np.concatenate([none_in_decode_steps, prompts]),
+        np.concatenate([context, none_in_prompts]),
     ]
-    if experts is not None:
+    if experts is not None:  # the share of the experts that a step reads
         columns.append(1.0 - experts.skip_probability ** np.concatenate([rows, prompts]))
     table = np.column_stack(columns) / seconds[:, None]
     scale = table.max(axis=0)
-    fitted = nnls(table / scale, np.ones(len(seconds)))[0] / scale
-    base, row, prompt_token, context_token = fitted[:4]
+    scaled_coefficients, _ = nnls(table / scale, np.ones(len(seconds)))
+    coefficients = scaled_coefficients / scale
+    base, row, prompt_token, context_token = coefficients[:4]
     return StepTimeModel(
         base_seconds=float(base),
         row_seconds=float(row),
         prompt_token_seconds=float(prompt_token),
         context_token_seconds=float(context_token),
         pass_seconds=0.0,
-        expert_seconds=0.0 if experts is None else float(fitted[4]),
+        expert_seconds=0.0 if experts is None else float(coefficients[4]),
         experts=experts,
         shares_pass=experts is not None,
     )

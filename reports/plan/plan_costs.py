@@ -4,17 +4,17 @@
     plan.choice                 # the cheapest that meets the SLO with 90 % confidence, or None
 
 **The rule: choose the cheapest option whose low end (90 %, one-sided) serves the peak.** An option
-is one of your machines (`base`) as it is, rented machines, or both: the rented machines (`above`)
-then take the load above the low end of yours. The busiest hour decides how many machines there are.
-Rented machines are paid for in the hours that need them, and owned machines cost their energy.
-Costs are step functions of the rate, so the rates at which the choice changes are found by search.
+is one of your machines as it is, rented machines, or both: the rented machines then take the load
+above the low end of yours. The busiest hour decides how many machines there are. Rented machines
+are paid for in the hours that need them, and owned machines cost their energy. Costs are step
+functions of the rate, so the rates at which the choice changes are found by search.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,9 @@ from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.slo import Slo
 
 MAX_ROWS = 6
+MAX_CURVES = 4
+MANY_MACHINES = 10**9  # stands for any number of them
+COUNT_ROUNDING = 1e-9  # of a machine: 2.0000000001 machines are 2
 # A change of the choice is searched from the forecast's rate up to 64 times that rate, and down to
 # 1/64 of it, in steps of 2 %.
 MAX_FACTOR = 64.0
@@ -49,7 +52,8 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
     gpu_name: str = ""  # the machine's GPU; "": it has none
     label: str = ""  # title of its row, such as `your GPU`; "": the machine's name
     binding: BindingLimit | None = None  # None: not known, or the capacity is predicted
-    # Devices of one machine that serve together, in the order in which they take load.
+    # Devices of one machine that serve together: the first serves up to its low end, the next takes
+    # the load above it. (): the candidate is one device, or serves as a whole.
     parts: tuple[Candidate, ...] = ()
 
     @property
@@ -69,7 +73,9 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
         """Return with which certainty `count` of these machines serve `rate` requests/s."""
         if (self.low or 0.0) * count >= rate:
             return "yes"
-        return "perhaps" if self.is_uncalibrated or (self.high or 0.0) * count >= rate else "no"
+        if self.is_uncalibrated or (self.high or 0.0) * count >= rate:
+            return "perhaps"
+        return "no"
 
     def kwh_per_month(
         self, loads: Sequence[tuple[float, float]], max_machines: float = math.inf
@@ -110,35 +116,36 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: OptionKind
     machine: str
-    above: str = ""  # the machine that is rented for the load above the capacity of `machine`
-    suffices: Certainty
+    # The machine that is rented for the load above the low end of `machine`; "": none.
+    machine_above: str = msgspec.field(name="above", default="")
+    certainty: Certainty = msgspec.field(name="suffices")  # that it meets the SLO
     machines: int | None  # in the busiest hour, spares included; None: no number suffices
     dollars: float | None  # for enough machines with 90 % confidence; None: a price is unknown
     dollars_low: float | None = None  # if each rented machine reaches the high end of its interval
     kwh: float | None = None  # None: the power of a machine is not known
     energy_unknown: bool = False  # `dollars` lacks the energy of owned machines of unknown power
-    known_by: CapacityGrade
+    grade: CapacityGrade = msgspec.field(name="known_by")  # of its capacity
     note: str = ""
     label: str = ""  # Candidate.label of the machine that you have
 
     @property
     def is_sure(self) -> bool:
         """Whether the option meets the SLO with 90 % confidence and its cost is known."""
-        return self.suffices == "yes" and self.dollars is not None
+        return self.certainty == "yes" and self.dollars is not None
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What identifies the option, whatever the number of machines."""
-        return self.kind, self.machine, self.above
+        return self.kind, self.machine, self.machine_above
 
     @property
     def title(self) -> str:
         """The title of the option's row."""
         if self.label and self.kind == "as it is":
             return self.label
-        is_base = self.kind == "it and rented"
-        label = self.label.removesuffix(" alone")
-        return self.title_with(label if label and is_base else self.machine)
+        if self.label and self.kind == "it and rented":
+            return self.title_with(self.label.removesuffix(" alone"))
+        return self.title_with(self.machine)
 
     def title_with(self, machine: str) -> str:
         """Return the title with another name for the machine: `your machine as it is`."""
@@ -148,7 +155,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
             case "more of it":
                 return f"more of {machine}"
             case "it and rented":
-                return f"{machine} + {self.above} above it"
+                return f"{machine} + {self.machine_above} above it"
         return self.machine
 
 
@@ -158,6 +165,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     rate: float  # requests/s
     is_above: bool
     option: Option | None  # None: no option meets the SLO there with 90 % confidence
+
+
+class CurvePoint(NamedTuple):
+    """What an option costs at a rate."""
+
+    peak_rate: float  # requests/s of the busiest hour
+    dollars: float  # a month
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +194,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...]  # facts that would make the plan more certain, as phrases
     binding: dict[str, BindingLimit] = {}  # machine -> what limits it
     price_date: str = ""  # the oldest date of a list price; "": there is no list price
-    stairs: dict[str, list[tuple[float, float]]] = {}  # title -> (requests/s at the peak, $/month)
+    # Title of an option -> its cost curve.
+    cost_curves: dict[str, list[CurvePoint]] = msgspec.field(name="stairs", default_factory=dict)
 
     @property
     def choice(self) -> Option | None:
@@ -217,7 +232,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         price_date=min(
             (candidate.price_date for candidate in candidates if candidate.price_date), default=""
         ),
-        stairs=_cost_curves(question, candidates, _rows(options)[:4]),
+        cost_curves=_cost_curves(question, candidates, _rows(options)[:MAX_CURVES]),
     )
 
 
@@ -232,16 +247,19 @@ def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
     CPU and a GPU each device, and both together), more of them, and the cheapest option with rented
     machines above yours. The cheapest rented machines fill the other rows, up to MAX_ROWS.
     """
-    as_it_is_count = sum(option.kind == "as it is" for option in options)
+    as_it_is = [option for option in options if option.kind == "as it is"]
     own_rows = [
         option
         for option in options
         if option.kind == "as it is" or (option.kind == "more of it" and option.label == "")
-    ][: max(2, as_it_is_count)]
-    own_rows += [option for option in options if option.kind == "it and rented"][:1]
-    rented_rows = [option for option in options if option.kind == "rented"]
-    rented_rows = rented_rows[: MAX_ROWS - len(own_rows)]
-    return tuple(option for option in options if option in own_rows or option in rented_rows)
+    ]
+    # Your machines have two rows together, or one each if these are more.
+    own_rows = own_rows[: max(2, len(as_it_is))]
+    own_and_rented_rows = [option for option in options if option.kind == "it and rented"][:1]
+    free_rows = MAX_ROWS - len(own_rows) - len(own_and_rented_rows)
+    rented_rows = [option for option in options if option.kind == "rented"][:free_rows]
+    shown = [*own_rows, *own_and_rented_rows, *rented_rows]
+    return tuple(option for option in options if option in shown)
 
 
 def ordered_options(
@@ -251,10 +269,10 @@ def ordered_options(
     return sorted(
         _options(question, candidates, forecast),
         key=lambda option: (
-            CERTAINTY_ORDER.index(option.suffices),
+            CERTAINTY_ORDER.index(option.certainty),
             option.dollars is None,
             option.dollars or 0.0,
-            GRADE_ORDER.index(option.known_by),
+            GRADE_ORDER.index(option.grade),
         ),
     )
 
@@ -268,15 +286,15 @@ def _options(
     for machine in own_machines:
         as_it_is = _as_it_is(question, machine, forecast)
         yield as_it_is
-        if as_it_is.suffices != "yes" and not machine.parts:
+        if as_it_is.certainty != "yes" and not machine.parts:
             yield _with_rented(question, "more of it", machine, machine, forecast)
     for machine in rentable_machines:
         yield _with_rented(question, "rented", None, machine, forecast)
-    for base in own_machines:
-        if base.low and base.certainty_at(forecast.peak_rate, base.owned) != "yes":
-            for above in rentable_machines:
-                if above.low:
-                    yield _with_rented(question, "it and rented", base, above, forecast)
+    for own in own_machines:
+        if own.low and own.certainty_at(forecast.peak_rate, own.owned) != "yes":
+            for rented in rentable_machines:
+                if rented.low:
+                    yield _with_rented(question, "it and rented", own, rented, forecast)
 
 
 def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Option:
@@ -289,12 +307,12 @@ def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Opt
     return Option(
         kind="as it is",
         machine=machine.name,
-        suffices=machine.certainty_at(forecast.peak_rate, count),
+        certainty=machine.certainty_at(forecast.peak_rate, count),
         machines=machine.owned,
         dollars=None if rent_dollars is None else rent_dollars + energy_dollars,
         kwh=kwh,
         energy_unknown=kwh is None and machine.is_paid,
-        known_by=machine.kind,
+        grade=machine.grade,
         note=machine.reason or (f"holds {served_rate}" if machine.low else ""),
         label=machine.label,
     )
@@ -303,76 +321,80 @@ def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Opt
 def _with_rented(
     question: Question,
     kind: OptionKind,
-    base: Candidate | None,
-    above: Candidate,
+    own: Candidate | None,
+    rented: Candidate,
     forecast: Forecast,
 ) -> Option:
-    """Return the option to serve up to the low end of the `base` machines with those, and the load
-    above it with `above` machines, rented by the hour. Without a base, the rented machines serve
-    everything.
+    """Return the option to rent machines by the hour.
+
+    Your `own` machines serve up to their low end and the rented ones the load above it; without own
+    machines (None) the rented ones serve everything. For the kind "more of it", `rented` is `own`:
+    machines like yours are rented.
     """
-    owned, spares = (0 if base is None else base.owned), question.keys.spares
-    base_rate = 0.0 if base is None else (base.low or 0.0) * owned
-    rented_loads = [(max(0.0, load.rate - base_rate), load.hours) for load in forecast.loads]
+    owned = 0 if own is None else own.owned
+    own_rate = 0.0 if own is None else (own.low or 0.0) * owned
+    own_loads = [(min(load.rate, own_rate), load.hours) for load in forecast.loads]
+    rented_loads = [(max(0.0, load.rate - own_rate), load.hours) for load in forecast.loads]
+    spares = question.keys.spares
 
     def rented_count(rate: float, machine_rate: float | None) -> int | None:
         """How many machines of `machine_rate` requests/s each are rented to serve `rate`, spares
         included; None: no number of them suffices."""
         if not machine_rate:
             return None
-        if above is base:  # machines that you have may be the spares
-            return max(0, math.ceil((rate + base_rate) / machine_rate - 1e-9) + spares - owned)
-        count = math.ceil(rate / machine_rate - 1e-9)
+        if kind == "more of it":  # machines that you have may be the spares
+            needed = math.ceil((rate + own_rate) / machine_rate - COUNT_ROUNDING)
+            return max(0, needed + spares - owned)
+        count = math.ceil(rate / machine_rate - COUNT_ROUNDING)
         return count + spares if count else 0
 
-    def rented_dollars(machine_rate: float | None) -> float | None:
-        """Rent for a month; None: no number of machines suffices, or their price is not known."""
-        counts = [(rented_count(rate, machine_rate), hours) for rate, hours in rented_loads]
-        if any(count is None for count, _ in counts):
-            return None
-        if above.dollars_per_hour is None:
-            return None if any(count for count, _ in counts) else 0.0
-        return above.dollars_per_hour * sum((count or 0) * hours for count, hours in counts)
+    def rent_per_month(machine_rate: float | None) -> float | None:
+        """Rent in dollars; None: no number of machines suffices, or their price is not known."""
+        machine_hours = 0.0
+        for rate, hours in rented_loads:
+            count = rented_count(rate, machine_rate)
+            if count is None:
+                return None
+            machine_hours += count * hours
+        if rented.dollars_per_hour is None:
+            return None if machine_hours else 0.0
+        return rented.dollars_per_hour * machine_hours
 
-    peak_rented_rate = rented_loads[0][0]
-    sure_count = rented_count(peak_rented_rate, above.low)
-    count = rented_count(peak_rented_rate, above.high) if sure_count is None else sure_count
-    base_kwh = None
-    if base is not None:
-        base_loads = [(min(load.rate, base_rate), load.hours) for load in forecast.loads]
-        base_kwh = base.kwh_per_month(base_loads, owned)
-    rented_kwh = above.kwh_per_month(rented_loads)
-    total_kwh = None if rented_kwh is None else rented_kwh + (base_kwh or 0.0)
-    base_dollars = 0.0 if base is None else base.rent_per_month
-    energy_dollars = 0.0
-    if base is not None and base.is_paid:
-        energy_dollars = (base_kwh or 0.0) * question.keys.dollars_per_kwh
-    sure_dollars = rented_dollars(above.low or above.high)
-    min_dollars = rented_dollars(above.high) if above.low else None
-    note = above.reason
-    if above is base and sure_dollars is None and count is not None:
-        note = "its dollars_per_hour is unknown"
+    busiest_rented_rate, _ = rented_loads[0]
+    sure_count = rented_count(busiest_rented_rate, rented.low)
+    count = sure_count
+    if sure_count is None:
+        count = rented_count(busiest_rented_rate, rented.high)
+    sure_rent = rent_per_month(rented.low or rented.high)
+    min_rent = rent_per_month(rented.high) if rented.low else None
+
+    own_kwh = 0.0 if own is None else own.kwh_per_month(own_loads, owned)
+    rented_kwh = rented.kwh_per_month(rented_loads)
+    own_rent = 0.0 if own is None else own.rent_per_month
+    pays_own_energy = own is not None and own.is_paid
+    energy_dollars = (own_kwh or 0.0) * question.keys.dollars_per_kwh if pays_own_energy else 0.0
 
     def total_dollars(rent: float | None) -> float | None:
-        if rent is None or base_dollars is None:
+        if rent is None or own_rent is None:
             return None
-        return rent + energy_dollars + base_dollars
+        return rent + energy_dollars + own_rent
 
+    note = rented.reason
+    if kind == "more of it" and sure_rent is None and count is not None:
+        note = "its dollars_per_hour is unknown"
     return Option(
         kind=kind,
-        machine=above.name if base is None else base.name,
-        above=above.name if kind == "it and rented" else "",
-        suffices="yes" if sure_count is not None else above.certainty_at(1.0, 10**9),
+        machine=rented.name if own is None else own.name,
+        machine_above=rented.name if kind == "it and rented" else "",
+        certainty="yes" if sure_count is not None else rented.certainty_at(1.0, MANY_MACHINES),
         machines=None if count is None else count + owned,
-        dollars=total_dollars(sure_dollars),
-        dollars_low=total_dollars(min_dollars),
-        kwh=None if base is not None and base_kwh is None else total_kwh,
-        energy_unknown=(
-            base is not None and base.is_paid and count is not None and base_kwh is None
-        ),
-        known_by=above.kind,
+        dollars=total_dollars(sure_rent),
+        dollars_low=total_dollars(min_rent),
+        kwh=None if own_kwh is None or rented_kwh is None else rented_kwh + own_kwh,
+        energy_unknown=pays_own_energy and count is not None and own_kwh is None,
+        grade=rented.grade,
         note=note,
-        label="" if base is None else base.label,
+        label="" if own is None else own.label,
     )
 
 
@@ -392,23 +414,27 @@ def _changes(
             distance *= FACTOR_STEP
             factor = distance if is_above else 1 / distance
             other = _choice(ordered_options(question, candidates, forecast.scaled(factor)))
-            if (other and other.key) != (choice and choice.key):
+            if _key(other) != _key(choice):
                 yield Change(rate=forecast.peak_rate * factor, is_above=is_above, option=other)
                 break
 
 
+def _key(option: Option | None) -> tuple[str, str, str] | None:
+    return None if option is None else option.key
+
+
 def _cost_curves(
     question: Question, candidates: Sequence[Candidate], shown: Sequence[Option]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the curve of each shown option, by its title: pairs of the rate in the busiest hour
-    (requests/s) and the cost (dollars a month)."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+) -> dict[str, list[CurvePoint]]:
+    """Return the curve of each shown option, by its title."""
+    curves: dict[str, list[CurvePoint]] = {}
     shown_keys = {option.key for option in shown}
     for point in range(-CURVE_POINTS, CURVE_POINTS + 1):
         forecast = question.forecast.scaled(CURVE_FACTOR ** (point / CURVE_POINTS))
         for option in _options(question, candidates, forecast):
             if option.key in shown_keys and option.is_sure and option.dollars is not None:
-                curves.setdefault(option.title, []).append((forecast.peak_rate, option.dollars))
+                point_on_curve = CurvePoint(forecast.peak_rate, option.dollars)
+                curves.setdefault(option.title, []).append(point_on_curve)
     return curves
 
 
@@ -423,8 +449,8 @@ def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iter
             break
     choice = _choice(options)
     for candidate in candidates:
-        if choice is None or candidate.name in (choice.machine, choice.above):
-            if candidate.kind == "predicted" and not candidate.is_uncalibrated:
+        if choice is None or candidate.name in (choice.machine, choice.machine_above):
+            if candidate.grade == "predicted" and not candidate.is_uncalibrated:
                 yield f"whether {candidate.name} reaches its predicted capacity"
             values = {"watts": candidate.watts, "dollars_per_hour": candidate.dollars_per_hour}
             missing_keys = [key for key, value in values.items() if value is None]

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.loadtests.records.journal_events import Capacity
@@ -26,7 +27,7 @@ from crossover.reports.answers.headline import machine_words
 from crossover.reports.devices.calibrated_machines import calibrated_machine
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
-    TOGETHER,
+    TENSOR_PARALLEL_SIZES,
     DeviceCapacity,
     Machine,
     Service,
@@ -39,7 +40,7 @@ from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
-from crossover.serving.capacity.simulated_capacity import Server, sd_of
+from crossover.serving.capacity.simulated_capacity import Z_90, Server, sd_of
 
 
 def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
@@ -48,23 +49,30 @@ def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
 
     Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
     """
-    tables, measured_spec = dict(raw), None
+    tables = dict(raw)
+    for run in _runs_in(tables):
+        data = _read_run(folder / run)
+        cells = _cells_of(data, str(tables.get("model", "")))
+        if not cells:
+            continue
+        tables.setdefault("workload", msgspec.to_builtins(data.workload))
+        if CPU in cells:
+            tables.setdefault("format", cells[CPU].weight_format or None)
+        slo: dict[str, object] = msgspec.to_builtins(data.slo)
+        slo_keys = SloSpec.__struct_fields__
+        tables.setdefault("slo", {key: slo[key] for key in slo if key in slo_keys})
+        measured_spec = next(iter(cells.values())).spec
+        return read_question(tables, folder, measured_spec)
+    return read_question(tables, folder, measured_spec=None)
+
+
+def _runs_in(tables: dict[str, object]) -> list[str]:
+    """Return the run folders of the [[machines]] of a plan file that is not yet validated."""
     machines = tables.get("machines")
-    for machine in machines if isinstance(machines, list) else []:
-        if isinstance(machine, dict) and isinstance(machine.get("run"), str):
-            data = _read_run(folder / machine["run"])
-            cells = _cells_of(data, str(tables.get("model", "")))
-            if not cells:
-                continue
-            measured_spec = next(iter(cells.values())).spec
-            tables.setdefault("workload", msgspec.to_builtins(data.workload))
-            if CPU in cells:
-                tables.setdefault("format", cells[CPU].weight_format or None)
-            slo: dict[str, object] = msgspec.to_builtins(data.slo)
-            slo_keys = SloSpec.__struct_fields__
-            tables.setdefault("slo", {key: slo[key] for key in slo if key in slo_keys})
-            break
-    return read_question(tables, folder, measured_spec)
+    if not isinstance(machines, list):
+        return []
+    runs = [machine.get("run") for machine in machines if isinstance(machine, dict)]
+    return [run for run in runs if isinstance(run, str)]
 
 
 @lru_cache(maxsize=8)  # a plan reads a run for its workload, and again for its capacity
@@ -87,9 +95,7 @@ def candidates_of(
     ]
     names = question.keys.devices
     try:
-        your_prices = {
-            device_named(name).name: price for name, price in question.keys.prices.items()
-        }
+        your_prices = _prices_by_device(question)
         if names is None:
             listed_names = [device.name for device in priced_gpus()]
             names = list(dict.fromkeys([*listed_names, *your_prices]))
@@ -102,8 +108,16 @@ def candidates_of(
         if device.name in your_prices:
             price = your_prices[device.name]
             machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        candidates.append(_predicted(question, machine, question.keys.gpu_format))
+        candidates.append(_predicted_candidate(question, machine, question.keys.gpu_format))
     return candidates
+
+
+def _prices_by_device(question: Question) -> dict[str, float]:
+    """Return the name of a device in the catalog -> the price that the plan file gives for it.
+
+    Raises ReportError for a name that the catalog does not have.
+    """
+    return {device_named(name).name: price for name, price in question.keys.prices.items()}
 
 
 def _own_machine(
@@ -114,13 +128,13 @@ def _own_machine(
     report_progress(str(keys.run or keys.file or keys.device))
     try:
         if keys.run is not None:
-            candidates = _of_run(question, _read_run(question.folder / keys.run), keys)
+            candidates = _candidates_of_run(question, _read_run(question.folder / keys.run), keys)
         elif keys.file is not None:
             machine = calibrated_machine(question.folder / keys.file)
-            candidates = [_predicted(question, machine, question.weight_format)]
+            candidates = [_predicted_candidate(question, machine, question.weight_format)]
         else:
             machine = machine_of(device_named(str(keys.device)))
-            candidates = [_predicted(question, machine, question.keys.gpu_format)]
+            candidates = [_predicted_candidate(question, machine, question.keys.gpu_format)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
     # The file's name and watts describe the machine, not one of its devices.
@@ -141,18 +155,19 @@ def _candidate(capacity: DeviceCapacity, price_date: str = "") -> Candidate:
     return Candidate(**msgspec.structs.asdict(capacity), price_date=price_date)
 
 
-def _predicted(question: Question, machine: Machine, weight_format: str) -> Candidate:
+def _predicted_candidate(question: Question, machine: Machine, weight_format: str) -> Candidate:
     """Return a machine that no run measured, with the smallest number of devices that share a step
-    and have a capacity above 0; if no number has, with one device and the reason."""
-    first_capacity: DeviceCapacity | None = None
-    for count in TOGETHER:
+    and have a capacity above 0. If no number of them has, return one device, with the reason."""
+
+    def capacity_with(count: int) -> DeviceCapacity:
         service = Service(machine, question.spec, weight_format, question.traffic, count)
-        capacity = capacity_of(service, question.slo)
+        return capacity_of(service, question.slo)
+
+    for count in TENSOR_PARALLEL_SIZES:
+        capacity = capacity_with(count)
         if capacity.rate:
             return _candidate(capacity, machine.price_date)
-        first_capacity = first_capacity or capacity
-    assert first_capacity is not None
-    return _candidate(first_capacity, machine.price_date)
+    return _candidate(capacity_with(1), machine.price_date)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
@@ -162,17 +177,17 @@ def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
     """
     names = {model, name_of(model)}
     sources = {model, str(with_home(model).absolute())}
-    cells_of_models = list(best_cells(data).values())
-    by_name = [
-        cells for cells in cells_of_models if any(cell.model in names for cell in cells.values())
-    ]
-    by_source = [
-        cells for cells in cells_of_models if any(cell.source in sources for cell in cells.values())
-    ]
-    return next(iter([*by_name, *by_source]), {})
+    cells_of_models = best_cells(data).values()
+    for cells in cells_of_models:
+        if any(cell.model in names for cell in cells.values()):
+            return cells
+    for cells in cells_of_models:
+        if any(cell.source in sources for cell in cells.values()):
+            return cells
+    return {}
 
 
-def _of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
+def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
     """Return the candidates of a measured machine: its CPU or its GPU; or, if both were measured,
     each of them and the CPU with the GPU above it. Raises BadPlan."""
     cells = _cells_of(data, question.keys.model) or _cells_of(data, question.spec.name)
@@ -188,7 +203,7 @@ def _of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Can
             f"Run {data.manifest.run_id} measured {', '.join(measured_models)}, not "
             f"{question.spec.name}. Use a model that it measured, or remove the run from the plan"
         )
-    devices = [_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
+    devices = [_candidate_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
     if len(devices) == 1:
         return [_priced(question, data, keys, devices[0])]
     cpu, gpu = devices
@@ -199,7 +214,8 @@ def _of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Can
     ]
     if cpu.low and gpu.low:
         candidates.append(_cpu_and_gpu(cpu, gpu, f"{owner} CPU, GPU above it"))
-    if len(question.keys.machines) > 1 and keys.name is None:  # "your" could be any of them
+    # Among several machines, "your CPU" could be that of any: then their names stand in the rows.
+    if len(question.keys.machines) > 1 and keys.name is None:
         candidates = [msgspec.structs.replace(candidate, label="") for candidate in candidates]
     return [_priced(question, data, keys, candidate) for candidate in candidates]
 
@@ -215,7 +231,7 @@ def _cpu_and_gpu(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
 
     return Candidate(
         device=f"{cpu.device} + {gpu.device}",
-        kind="estimated",
+        grade="estimated",
         low=total(cpu.low, gpu.low),
         rate=total(cpu.rate, gpu.rate),
         high=total(cpu.high, gpu.high),
@@ -232,17 +248,16 @@ def _priced(
     Unless the file says otherwise, a machine with a GPU is rented at the list price of its GPUs.
     """
     gpu = data.gpu
-    is_paid = gpu is None if keys.is_paid is None else keys.is_paid
+    is_paid = keys.is_paid
+    if is_paid is None:
+        is_paid = gpu is None
     price = keys.dollars_per_hour
     is_list_price = price is None and not is_paid and gpu is not None
     price_date = ""
     if gpu is not None and is_list_price:
         gpu_price = gpu.dollars_per_hour
         if gpu.device is not None:
-            your_prices = {
-                device_named(name).name: dollars for name, dollars in question.keys.prices.items()
-            }
-            gpu_price = your_prices.get(gpu.device.name, gpu_price)
+            gpu_price = _prices_by_device(question).get(gpu.device.name, gpu_price)
             price_date = gpu.device.price_date or ""
         price = None if gpu_price is None else gpu_price * gpu.count
     return msgspec.structs.replace(
@@ -255,26 +270,31 @@ def _priced(
     )
 
 
-def _of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
+def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
     """Return one device of a measured machine, with its measured capacity if the run answers the
     question, else with a simulated one. Raises BadPlan if the run has no step-time model."""
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
     if _answers_question(data, cell, question):
-        candidate = _measured(name, cell.capacity, watts)
+        candidate = _measured_candidate(name, cell.capacity, watts)
         return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
     if cell.step_times is None or cell.policy is None:
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
             "known for other requests or another SLO"
         )
-    # A machine whose speed changed during the run has a step-time model of only one of its speeds.
-    is_factor_known = cell.capacity.factor and not cell.capacity.speed_moved
-    step_times, sd = cell.step_times, sd_of(1 if is_factor_known else 0)
+    # Load levels show by which factor steps are slower than the model says. If the machine's speed
+    # changed during the run, that factor is known for only one of its speeds, so it does not count.
+    is_factor_known = bool(cell.capacity.factor) and not cell.capacity.speed_moved
+    step_times = cell.step_times
+    sd = sd_of(1 if is_factor_known else 0)
     machine = Machine(
         name=name,
-        step_times=lambda spec, weight_format, slots, devices: (step_times, 1.645 * sd),
+        step_times=lambda spec, weight_format, slots, devices: (
+            step_times,
+            Z_90 * sd,
+        ),
         slots=cell.policy.slots,
         grade="estimated",
         policy=cell.policy,
@@ -294,18 +314,18 @@ def _loaded_watts(cell: CellData) -> float | None:
 
     For a GPU this includes its host. For a CPU it excludes a GPU that idles beside it.
     """
-    for level in reversed(cell.loaded):
+    for level in reversed(cell.levels_under_load):
         watts = level.watts if cell.side == CPU else level.machine_watts
         if watts is not None:
             return watts
     return None
 
 
-def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
+def _measured_candidate(name: str, capacity: Capacity, watts: float | None) -> Candidate:
     """Return a machine with the capacity that the journal has.
 
-    The low end is the confirmed rate, as in the report. Without one it is the lower end of the
-    estimate's interval, made one-sided, as is the high end.
+    The low end is the confirmed rate, as in the report. Without one it is the one-sided lower end
+    of the estimate. The high end is one-sided too.
     """
     rate, low, high = capacity.estimated_rate, capacity.low, capacity.high
     if rate and low:
@@ -314,9 +334,9 @@ def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
         high = rate * (high / rate) ** ONE_SIDED
     return Candidate(
         device=name,
-        kind="confirmed" if capacity.confirmed_rate else "estimated",
+        grade="confirmed" if capacity.confirmed_rate else "estimated",
         low=capacity.confirmed_rate or low,
-        rate=rate if rate is not None else capacity.confirmed_rate,
+        rate=capacity.confirmed_rate if rate is None else rate,
         high=high,
         reason="misses the SLO unloaded" if capacity.state == "misses_slo_unloaded" else "",
         watts=watts,
@@ -328,11 +348,13 @@ def _answers_question(data: ReportData, cell: CellData, question: Question) -> b
     if cell.traffic is None:
         return False
     planned, measured = question.traffic.lengths, cell.traffic.lengths
-    slo_keys = ("ttft_seconds", "tpot_seconds", "target")
-    return (
-        question.traffic.arrivals == cell.traffic.arrivals
-        and len(planned.prompt) == len(measured.prompt)
-        and bool((planned.prompt == measured.prompt).all())
-        and bool((planned.output == measured.output).all())
-        and all(getattr(question.slo, key) == getattr(data.slo, key) for key in slo_keys)
+    has_same_lengths = np.array_equal(planned.prompt, measured.prompt) and np.array_equal(
+        planned.output, measured.output
     )
+    has_same_slo = (question.slo.ttft_seconds, question.slo.tpot_seconds, question.slo.target) == (
+        data.slo.ttft_seconds,
+        data.slo.tpot_seconds,
+        data.slo.target,
+    )
+    has_same_arrivals = question.traffic.arrivals == cell.traffic.arrivals
+    return has_same_lengths and has_same_slo and has_same_arrivals

@@ -1,6 +1,6 @@
 """The page: one offline HTML file with its charts drawn in.
 
-html = page(data, answers, sections_of(data, answers))               # str, up to 1.2 MB
+html = page(data, answers, sections_of(data, answers))      # str, up to 1.2 MB
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Se
         "pictures": pictures_of(data, answers),
         "sliders": lattice is not None,
         "levels": levels_table(data),
-        "counts": f"{formatting.count(data.requests)} requests counted",
+        "counts": f"{formatting.count(data.request_count)} requests counted",
         "warnings": warnings_of(data),
         "machine": whole_machine_words(data),
         "facts": _facts(data),
@@ -78,8 +78,8 @@ def _code(text: str) -> Markup:
 
 
 def _unbroken(text: str) -> Markup:
-    """Return the text so that no line breaks within an interval."""
-    unbroken = re.sub(r"(\S+–\S+)", r'<span class="nb">\1</span>', str(escape(text)))
+    """Return the text so that no line breaks within an interval, or between a number and `%`."""
+    unbroken = re.sub(r"(\S+–\S+|[\d.]+ %)", r'<span class="nb">\1</span>', str(escape(text)))
     return Markup(unbroken)  # noqa: S704  # the text is escaped
 
 
@@ -90,11 +90,14 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
         value: Any = data.facts.get(key)
         if value in (None, [], "", ()):
             continue
-        if key.endswith("_bytes"):
-            value = formatting.size(value)
         if key == "gpus":
-            value = [_gpu_in_words(gpu) for gpu in value]
-        text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            text = ", ".join(_gpu_in_words(gpu) for gpu in value)
+        elif key.endswith("_bytes"):
+            text = formatting.size(value)
+        elif isinstance(value, list | tuple):
+            text = ", ".join(map(str, value))
+        else:
+            text = str(value)
         facts.append((name, text))
     version = data.manifest.crossover_version
     return [*facts, *data.manifest.versions.items(), ("crossover", version)]

@@ -100,7 +100,7 @@ def _cell_record(cell: CellData) -> dict[str, Any]:
         "memory": cell.memory,
         "backend": cell.engine or cell.backend,
         "reason": cell.reason or None,
-        "load_seconds": list(cell.loads),
+        "load_seconds": list(cell.load_seconds),
     }
 
 

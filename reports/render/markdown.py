@@ -18,7 +18,8 @@ _LINE_ENDS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")  # names may co
 
 
 def markdown(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Section]) -> str:
-    """Return the whole text. What does not fit into MAX_BYTES is left out, which its end says."""
+    """Return the whole text. If it is longer than MAX_BYTES, its end is left out, and a last line
+    says so."""
     screen = first_screen_of(data, answers)
     lines = [f"# {screen.headline}", ""]
     if screen.prefix_reuse:
@@ -33,7 +34,8 @@ def markdown(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequenc
     lines += [
         "",
         "Confirmed: a load level at this rate ran and met the SLO. Estimated: simulated from step "
-        "times that this run measured. Predicted: from datasheets and published measurements.",
+        "times that this run measured. Predicted: from datasheets and published measurements."
+        + (f" {screen.table_note}" if screen.table_note else ""),
         "",
     ]
     lines += [*screen.lines, ""]
@@ -49,10 +51,10 @@ def markdown(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequenc
 def _cut_to_size(lines: Sequence[str]) -> list[str]:
     """Return the lines up to MAX_BYTES, each without line ends in it."""
     fitting: list[str] = []
-    left_bytes = MAX_BYTES - len(_CUT.encode()) - 1
+    remaining_bytes = MAX_BYTES - len(_CUT.encode()) - 1
     for line in (_LINE_ENDS.sub(" ", line) for line in lines):
-        left_bytes -= len(line.encode()) + 1
-        if left_bytes < 0:
+        remaining_bytes -= len(line.encode()) + 1
+        if remaining_bytes < 0:
             return [*fitting, _CUT]
         fitting.append(line)
     return fitting
@@ -63,5 +65,5 @@ def _with_grade(cell: TableCell) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    """Return a row of a table, whatever line feeds and bars a name in it contains."""
+    """Return a row of a table. Line feeds and bars would break it, so they are replaced."""
     return f"| {' | '.join(' '.join(text.split()).replace('|', '/') for text in cells)} |"

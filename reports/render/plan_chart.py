@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossover.reports.chart_style import data
+from crossover.reports.chart_style import chart_of
 from crossover.reports.plan.plan_costs import Plan
 
 
@@ -16,12 +16,12 @@ def cost_chart(plan: Plan, width: int = 640, height: int = 320) -> Any:
     import altair as alt
 
     rows = [
-        {"rate": rate, "dollars": dollars, "option": title}
-        for title, curve in plan.stairs.items()
-        for rate, dollars in curve
+        {"rate": point.peak_rate, "dollars": point.dollars, "option": title}
+        for title, curve in plan.cost_curves.items()
+        for point in curve
     ]
     curves = (
-        data(rows)
+        chart_of(rows)
         .mark_line(interpolate="step-after", strokeWidth=2)
         .encode(
             x=alt.X(
@@ -35,5 +35,5 @@ def cost_chart(plan: Plan, width: int = 640, height: int = 320) -> Any:
             ),
         )
     )
-    forecast = data([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
+    forecast = chart_of([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
     return (curves + forecast).properties(width=width, height=height)

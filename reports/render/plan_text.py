@@ -40,13 +40,8 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         console.print()
         console.print(table)
         console.print()
-        for sentence in (
-            *_bindings(plan),
-            *_changes(plan),
-            *_unknown(plan),
-            "",
-            *_fine_print(plan),
-        ):
+        sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan), "", *_explanations(plan)]
+        for sentence in sentences:
             console.print(sentence)
     return output.get().rstrip()
 
@@ -61,16 +56,19 @@ def _title(plan: Plan, option: Option) -> str:
 
 def _row(plan: Plan, option: Option) -> tuple[str, ...]:
     """Return the cells of an option's row, in the order of HEADS."""
-    suffices = str(option.suffices)
-    if option.note and suffices != "yes":
-        suffices += f" ({option.note})"
+    is_calibrated = option.note != NOT_CALIBRATED
+    meets_slo: str = option.certainty
+    if not is_calibrated:
+        meets_slo = NOT_CALIBRATED
+    elif option.note and option.certainty != "yes":
+        meets_slo += f" ({option.note})"
     return (
         f"{'*' if option == plan.choice else ' '} {_title(plan, option)}",
-        NOT_CALIBRATED if option.note == NOT_CALIBRATED else suffices,
+        meets_slo,
         "-" if option.machines is None else str(option.machines),
         _cost(option),
         "-" if option.kwh is None else formatting.significant(option.kwh),
-        "not known" if option.note == NOT_CALIBRATED else option.known_by,
+        option.grade if is_calibrated else "not known",
     )
 
 
@@ -89,23 +87,24 @@ def choice_sentence(plan: Plan) -> str:
     """Return the answer as one sentence."""
     load = f"{plan.model} at {formatting.requests(plan.peak_rate)} in the busiest hour"
     choice = plan.choice
-    if choice is None and any(option.suffices == "yes" for option in plan.options):
+    if choice is None and any(option.certainty == "yes" for option in plan.options):
         return f"No option that meets the SLO for {load} has a known price. Add it to [prices]."
     if choice is None:
         return f"No option meets the SLO for {load} with 90 % confidence."
     count = choice.machines or 1
     rented_machines = choice.machine if count == 1 else f"{count} x {choice.machine}"
-    labelled = f"{choice.label[:1].upper()}{choice.label[1:]} ({choice.machine})"
-    your_machine = labelled if choice.label else f"Your machine ({choice.machine})"
+    your_machine = f"Your machine ({choice.machine})"
+    if choice.label:
+        your_machine = f"{choice.label[:1].upper()}{choice.label[1:]} ({choice.machine})"
     subjects = {
         "as it is": your_machine if choice.label else f"{your_machine} as it is",
         "more of it": f"{count} machines like yours ({choice.machine})",
-        "it and rented": f"{your_machine}, with {count - 1 or 1} x {choice.above} "
+        "it and rented": f"{your_machine}, with {max(1, count - 1)} x {choice.machine_above} "
         "rented in the hours that exceed its capacity,",
         "rented": f"{rented_machines}, rented by the hour,",
     }
     verb = "serve" if choice.kind != "it and rented" and count > 1 else "serves"
-    cost = f"{_cost(choice, with_spread=False)} a month, {choice.known_by}"
+    cost = f"{_cost(choice, with_spread=False)} a month, {choice.grade}"
     return f"{subjects[choice.kind]} {verb} {load}: {cost}."
 
 
@@ -133,7 +132,7 @@ def _unknown(plan: Plan) -> Iterator[str]:
         yield f"Unknown: {'; '.join(plan.unknown[:2])}."
 
 
-def _fine_print(plan: Plan) -> Iterator[str]:
+def _explanations(plan: Plan) -> Iterator[str]:
     """Yield what the words and numbers of the table mean."""
     yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}."
     yield (

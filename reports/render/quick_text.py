@@ -27,7 +27,7 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
     if answer.grade != "estimated" or capacity is None:
         yield "Estimated capacity", f"none: {answer.reason}", ""
     else:
-        rate = formatting.of_requests(capacity_text.limit(capacity, answer.like))
+        rate = formatting.of_requests(capacity_text.limit(capacity, answer.unit_rate))
         yield "Estimated capacity", rate, "estimated, 90 % confidence interval"
     if answer.users is not None:
         think = formatting.seconds(answer.users.think_seconds)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossover.models.weights_manifest import write_atomically
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.errors import MissingPackage, ReportError
+from crossover.reports.errors import MissingPackage
 from crossover.reports.render.json_and_csv import as_csv, as_json, levels_records
 from crossover.reports.render.markdown import markdown
 from crossover.reports.report_data import ReportData
+from crossover.reports.write_folder import write_folder
 
 FORMATS = ("html", "md", "csv", "json", "png")
 
 
-def write_files(
+def write_report(
     data: ReportData, answers: Sequence[ModelAnswer], folder: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Write the report in these formats; returns the files, the page first.
+    """Write the report in these formats. Return the paths of the files, the page first.
 
     Where the packages that draw charts are not installed, Markdown is written without topics.
     Raises ReportError if the folder cannot be written, and MissingPackage if a page or a picture is
@@ -28,9 +28,8 @@ def write_files(
     sections = []
     if {"html", "md", "png"} & set(formats):
         try:
-            from crossover.reports.render.html_page import (
-                page,  # altair takes half a second to import
-            )
+            # These import altair, which takes half a second.
+            from crossover.reports.render.html_page import page
             from crossover.reports.sections.all_sections import sections_of
 
             sections = sections_of(data, answers)
@@ -49,10 +48,4 @@ def write_files(
         contents["levels.csv"] = as_csv(levels_records(data))
     if "json" in formats:
         contents["report.json"] = as_json(data, answers)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            write_atomically(folder / name, content)
-    except OSError as problem:
-        raise ReportError(f"{folder} cannot be written: {problem.strerror}") from problem
-    return [folder / name for name in contents]
+    return write_folder(folder, contents)

@@ -37,22 +37,20 @@ def binding_limits(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
             (_row(cell, binding) for cell, binding in bindings),
             words=("device", "binding limit"),
         ),
-        note="Binding: what would raise the capacity most if it cost half, or twice the slots or "
-        "the KV memory where requests wait for these; the last column is the capacity then. The "
-        "shares are of the engine's busy time at its capacity, by its step-time model.",
+        note="The binding limit is the part of a step whose cost, if it were halved, would raise "
+        "the capacity most; where requests wait for slots or KV memory, twice as much of these is "
+        "compared too. Lifted capacity: the capacity after that change. The other columns are "
+        "shares of the engine's busy time at its capacity, by its step-time model.",
     )
 
 
 def _row(cell: CellData, binding: BindingLimit) -> tuple[str, ...]:
-    shares: tuple[float | None, ...] = (None,) * 4
+    share_texts = ["–"] * 4
     if binding.shares is not None:
         parts = binding.shares
         shares = (parts.prompts, parts.weights, parts.rows, parts.context)
-    lifted = binding.lifted_rate
-    return (
-        cell.model,
-        cell.device_words,
-        binding.words,
-        *("–" if share is None else formatting.share(round(share, 2), 2) for share in shares),
-        "–" if lifted is None else formatting.rate(lifted, like=cell.like),
-    )
+        share_texts = [formatting.share(round(share, 2), 2) for share in shares]
+    lifted_text = "–"
+    if binding.lifted_rate is not None:
+        lifted_text = formatting.rate(binding.lifted_rate, like=cell.unit_rate)
+    return (cell.model, cell.device_words, binding.words, *share_texts, lifted_text)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,14 +39,14 @@ from crossover.reports.report_data import SIDE_NAMES, CellData, ReportData
 from crossover.reports.sections.section import Chart, ChartGroup, KeyEntry, Picture
 
 # Pixels.
-WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12
+WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12  # of the map, and of its margins around the bars
+NARROW, NARROW_LEFT = 360, 104  # the same on a phone, so that the text can be read
 ROW, BAR = 42, 24  # heights for a model with one lane
 LANE, LANE_BAR, MODEL_GAP = 26, 18, 14  # heights for a model with a lane for each device
-CHARACTER = 6.9  # the width of a bold one, on average
-SIDE_WIDTH = 38  # the name of a device before its bar
-NARROW, NARROW_LEFT = 360, 104  # on a phone, so that the text can be read
-MIN_NAME_WIDTH = 90  # of a takeover GPU's bar, to have its name in it
-MARGIN = 1.6  # the axis ends at the highest rate times this, and begins at half the lowest over it
+CHARACTER = 6.9  # the width of a bold character, on average
+SIDE_WIDTH = 38  # of the name of a device, left of its bar
+MIN_NAME_WIDTH = 90  # of a takeover GPU's bar that has room for its name
+AXIS_MARGIN = 1.6  # the axis ends at this many times the highest rate
 COLORS = {CPU_SIDE: (CPU, ESTIMATED), GPU_SIDE: (GPU, GPU_ESTIMATED)}  # confirmed, estimated
 TITLES = {
     (): "Which rates this machine serves",
@@ -58,7 +59,7 @@ TITLES = {
 class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The bars of one device of a model. Rates are requests/s; None: there is no such bar."""
 
-    model: int  # index of its answer
+    model: int  # index of its answer, which is its row in the first table
     side: str
     cell: CellData | None
     confirmed_rate: float | None = None
@@ -70,6 +71,7 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def rates(self) -> list[float]:
+        """All rates in the lane, requests/s, for the ends of the axis."""
         predicted = [capacity.rate for capacity in (self.gpu, self.forecast) if capacity]
         own = (self.confirmed_rate, self.estimated_rate, self.low, self.high)
         return [rate for rate in (*own, *predicted) if rate]
@@ -113,18 +115,18 @@ class Scale(msgspec.Struct, frozen=True):
     left: float
     right: float
 
-    def place(self, rate: float | None, min_place: float = 0.0) -> float:
+    def x_of(self, rate: float | None, min_x: float = 0.0) -> float:
         """Return the pixels from the left at which a rate lies.
 
-        It is at least `min_place` (for a bar that begins there) and the axis' left end; these are
-        also the place where the rate is None.
+        They are at least those of the axis' left end, and at least `min_x`: a bar that begins there
+        must not end before it. For no rate (None) that minimum is returned.
         """
-        min_place = max(min_place, self.left)
+        min_x = max(min_x, self.left)
         if rate is None:
-            return min_place
-        inside = min(max(rate, self.low), self.high)
-        part = math.log(inside / self.low) / math.log(self.high / self.low)
-        return max(min_place, self.left + part * (self.right - self.left))
+            return min_x
+        rate_on_axis = min(max(rate, self.low), self.high)
+        fraction = math.log(rate_on_axis / self.low) / math.log(self.high / self.low)
+        return max(min_x, self.left + fraction * (self.right - self.left))
 
 
 def map_picture(data: ReportData, answers: Sequence[ModelAnswer]) -> Picture | None:
@@ -161,7 +163,9 @@ def crossover_map(
     has_both = len(data.sides) > 1
     if has_both:
         left += SIDE_WIDTH
-    scale = Scale(min(rates) / MARGIN / 2, max(rates) * MARGIN, left, width - RIGHT)
+    # Left of the lowest rate there is twice as much room, so that its bar can be seen.
+    lowest, highest = min(rates) / (2 * AXIS_MARGIN), max(rates) * AXIS_MARGIN
+    scale = Scale(lowest, highest, left, width - RIGHT)
     model_height = 2 * LANE + MODEL_GAP if has_both else ROW
     bottom = TOP + model_height * len(answers)
     parts = [
@@ -173,12 +177,19 @@ def crossover_map(
         "</defs>",
     ]
     # One axis for both devices: its unit is that of the faster one.
-    like = max((lane.cell.like or 0.0 for lane in lanes if lane.cell), default=0.0) or None
-    for rate in rate_ticks(scale.low, scale.high, like, 4 if is_narrow else 7):
-        x = scale.place(rate)
+    unit_rate = (
+        max((lane.cell.unit_rate or 0.0 for lane in lanes if lane.cell), default=0.0) or None
+    )
+    for rate in rate_ticks(scale.low, scale.high, unit_rate, 4 if is_narrow else 7):
+        x = scale.x_of(rate)
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
-            _text(x, bottom + 18, rate_label(rate, like), f'text-anchor="middle" fill="{MUTED}"'),
+            _text(
+                x,
+                bottom + 18,
+                rate_label(rate, unit_rate),
+                f'text-anchor="middle" fill="{MUTED}"',
+            ),
         ]
     name_right = scale.left - (SIDE_WIDTH if has_both else 0) - 12
     for index, answer in enumerate(answers):
@@ -197,17 +208,15 @@ def crossover_map(
 
 def _label(sides: tuple[str, ...]) -> str:
     """Return what the map shows, for readers who cannot see it."""
-    begin = (
-        "For each model, from slow to quick rates: confirmed (solid) and estimated (hatched) on "
-    )
+    subject = "For each model, the rates that are confirmed (solid) and estimated (hatched) on"
     if len(sides) > 1:
         return (
-            f"{begin}this CPU (blue) and on this machine's GPU (orange); a diamond is what was "
+            f"{subject} this CPU (blue) and on this machine's GPU (orange); a diamond is what was "
             "predicted of this GPU."
         )
     if sides == (GPU_SIDE,):
-        return f"{begin}this machine's GPU."
-    return f"{begin}this CPU, and predicted of the GPU that takes over (dashed)."
+        return f"{subject} this machine's GPU."
+    return f"{subject} this CPU, and those predicted of the GPU that takes over (dashed)."
 
 
 def _hatch(name: str, dark: str, light: str) -> str:
@@ -235,44 +244,46 @@ def _model_name(answer: ModelAnswer, right: float, middle: float) -> list[str]:
 
 
 def wrapped(name: str, characters: int) -> list[str]:
-    """Return the name in one or two lines of at most so many characters, broken where a part of it
-    ends."""
+    """Return the name in one or two lines of at most so many characters, broken after a separator
+    if there is one."""
     if len(name) <= characters:
         return [name]
-    ends = [place for place in range(1, characters + 1) if name[place - 1] in "-_./: "]
-    at = ends[-1] if ends else characters
-    rest = name[at:]
-    return [name[:at], rest if len(rest) <= characters else f"{rest[: characters - 1]}…"]
+    last_separator = max(name.rfind(separator, 0, characters) for separator in "-_./: ")
+    break_at = last_separator + 1 if last_separator >= 0 else characters
+    first_line, second_line = name[:break_at], name[break_at:]
+    if len(second_line) > characters:
+        second_line = f"{second_line[: characters - 1]}…"
+    return [first_line, second_line]
 
 
 def _bars(
     lane: Lane, scale: Scale, kind: str, y: float, height: float, *, is_named: bool
 ) -> list[str]:
-    """Return the bars of a lane. Empty ones are drawn too, without width: the sliders move them."""
+    """Return the SVG of a lane: its bars from the left, a diamond, whiskers, or why it is empty.
+
+    `kind` is that of the map, "wide" or "narrow". `is_named`: whether the device's name stands left
+    of its bars. Empty bars are drawn too, without width: the sliders move them.
+    """
     middle = y + height / 2
-    confirmed_end = scale.place(lane.confirmed_rate)
-    estimated_end = scale.place(lane.estimated_rate, confirmed_end)
-    gpu_end = scale.place(None if lane.gpu is None else lane.gpu.rate, estimated_end)
-    lane_data = f'data-model="{lane.model}" data-side="{lane.side}"'
-    like = None if lane.cell is None else lane.cell.like
+    confirmed_end = scale.x_of(lane.confirmed_rate)
+    estimated_end = scale.x_of(lane.estimated_rate, confirmed_end)
+    unit_rate = None if lane.cell is None else lane.cell.unit_rate
     device = SIDE_NAMES[lane.side]
-
-    def bar(name: str, left: float, right: float, fill: str, title: str, more: str = "") -> str:
-        return (
-            f'<rect {lane_data} data-bar="{name}" x="{left:.1f}" y="{y:.1f}" '
-            f'width="{right - left:.1f}" height="{height}" fill="{fill}"{more}>'
-            f"<title>{escape(title)}</title></rect>"
-        )
-
+    confirmed = formatting.rate(lane.confirmed_rate, rounded="down", like=unit_rate)
+    estimated = formatting.rate(lane.estimated_rate, like=unit_rate)
     solid, hatched = COLORS[lane.side][0], f"url(#hatch-{lane.side}-{kind})"
-    confirmed = formatting.rate(lane.confirmed_rate, rounded="down", like=like)
-    estimated = formatting.rate(lane.estimated_rate, like=like)
     parts = [
-        bar("held", scale.left, confirmed_end, solid, f"{device}: confirmed {confirmed}"),
-        bar(
-            "limit",
-            confirmed_end,
-            estimated_end,
+        _bar(
+            lane,
+            "confirmed",
+            _Rectangle(scale.left, confirmed_end, y, height),
+            solid,
+            f"{device}: confirmed {confirmed}",
+        ),
+        _bar(
+            lane,
+            "estimated",
+            _Rectangle(confirmed_end, estimated_end, y, height),
             hatched,
             f"{device}: estimated capacity {estimated}",
         ),
@@ -281,42 +292,86 @@ def _bars(
         attributes = f'text-anchor="end" fill="{MUTED}" font-size="11"'
         parts.append(_text(scale.left - 10, middle + 4, device, attributes))
     if lane.gpu is not None or not is_named:
-        name = "" if lane.gpu is None else lane.gpu.name
-        predicted = formatting.rate(lane.gpu.rate if lane.gpu else None, like=like)
-        dashed = f' stroke="{GPU}" stroke-width="1.2" stroke-dasharray="4 3"'
-        outline = dashed if gpu_end > estimated_end else ""
-        title = f"{name}: predicted {predicted}"
-        parts.append(bar("gpu", estimated_end, gpu_end, PREDICTED, title, outline))
-        if name and gpu_end - estimated_end > MIN_NAME_WIDTH:
-            attributes = (
-                f'{lane_data} data-bar="name" text-anchor="end" fill="{INK}" font-size="11"'
-            )
-            parts.append(_text(gpu_end - 6, middle + 4, name, attributes))
+        parts += _takeover_bar(lane, scale, estimated_end, y, height, unit_rate)
     if lane.forecast is not None and lane.has_forecast:
-        parts.append(_forecast(lane.forecast, scale, lane_data, y + height + 3, like))
+        parts.append(_forecast(lane, lane.forecast, scale, y + height + 3, unit_rate))
     if lane.low and lane.high:
-        low, high = scale.place(lane.low), scale.place(lane.high)
-        parts.append(
-            f'<path {lane_data} data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
-            f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
-            f'fill="none" stroke-width="1.4"><title>90 % confidence interval of the estimate'
-            "</title></path>"
-        )
+        parts.append(_whiskers(lane, scale.x_of(lane.low), scale.x_of(lane.high), middle))
     if not lane.rates:
         parts.append(_text(scale.left + 8, middle + 4, _why_none(lane.cell), f'fill="{MUTED}"'))
     return parts
 
 
+class _Rectangle(NamedTuple):
+    """Where a bar is drawn, in pixels."""
+
+    left: float
+    right: float
+    y: float
+    height: float
+
+
+def _lane_attributes(lane: Lane) -> str:
+    """Return the attributes by which the page's script finds the parts of a lane."""
+    return f'data-model="{lane.model}" data-side="{lane.side}"'
+
+
+def _bar(lane: Lane, name: str, where: _Rectangle, fill: str, title: str, outline: str = "") -> str:
+    """Return a bar with a tooltip. The page's script finds it by its `name`."""
+    return (
+        f'<rect {_lane_attributes(lane)} data-bar="{name}" x="{where.left:.1f}" y="{where.y:.1f}" '
+        f'width="{where.right - where.left:.1f}" height="{where.height}" fill="{fill}"{outline}>'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _takeover_bar(
+    lane: Lane,
+    scale: Scale,
+    left: float,
+    y: float,
+    height: float,
+    unit_rate: float | None,
+) -> list[str]:
+    """Return the bar of the takeover GPU, which begins at `left`; with its name if that fits in."""
+    name = "" if lane.gpu is None else lane.gpu.name
+    rate = None if lane.gpu is None else lane.gpu.rate
+    right = scale.x_of(rate, left)
+    outline = f' stroke="{GPU}" stroke-width="1.2" stroke-dasharray="4 3"' if right > left else ""
+    title = f"{name}: predicted {formatting.rate(rate, like=unit_rate)}"
+    where = _Rectangle(left, right, y, height)
+    parts = [_bar(lane, "takeover", where, PREDICTED, title, outline)]
+    if name and right - left > MIN_NAME_WIDTH:
+        attributes = (
+            f'{_lane_attributes(lane)} data-bar="name" text-anchor="end" fill="{INK}" '
+            'font-size="11"'
+        )
+        parts.append(_text(right - 6, y + height / 2 + 4, name, attributes))
+    return parts
+
+
+def _whiskers(lane: Lane, low: float, high: float, middle: float) -> str:
+    """Return the whiskers of the estimate's interval, from the pixels `low` to `high`."""
+    return (
+        f'<path {_lane_attributes(lane)} data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
+        f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
+        f'fill="none" stroke-width="1.4"><title>90 % confidence interval of the estimate'
+        "</title></path>"
+    )
+
+
 def _forecast(
-    predicted: DeviceCapacity, scale: Scale, lane_data: str, y: float, like: float | None
+    lane: Lane, predicted: DeviceCapacity, scale: Scale, y: float, unit_rate: float | None
 ) -> str:
     """Return a diamond at what was predicted of the GPU that was measured, below its bar."""
-    x, low, high = (scale.place(rate) for rate in (predicted.rate, predicted.low, predicted.high))
-    interval = formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like)
+    x, low, high = (scale.x_of(rate) for rate in (predicted.rate, predicted.low, predicted.high))
+    interval = formatting.rate_with_interval(
+        predicted.rate, predicted.low, predicted.high, unit_rate
+    )
     return (
-        f'<path {lane_data} data-bar="forecast" d="M{low:.1f} {y}H{high:.1f}M{x - 4:.1f} {y}'
-        f'l4 -4 4 4 -4 4Z" stroke="{GPU}" fill="{PREDICTED}" stroke-width="1.2"><title>'
-        f"{escape(predicted.name)}: predicted {interval}</title></path>"
+        f'<path {_lane_attributes(lane)} data-bar="forecast" d="M{low:.1f} {y}H{high:.1f}'
+        f'M{x - 4:.1f} {y}l4 -4 4 4 -4 4Z" stroke="{GPU}" fill="{PREDICTED}" '
+        f'stroke-width="1.2"><title>{escape(predicted.name)}: predicted {interval}</title></path>'
     )
 
 

@@ -11,12 +11,12 @@ import msgspec
 from crossover.models import formatting
 from crossover.reports.answers.energy_and_cost import (
     RATE_NAMES,
+    conservative_rate,
     dollars_in_words,
     dollars_per_million_tokens,
     joules_in_words,
     joules_of,
     price_of,
-    sure_rate,
     takeover_dollars_per_million_tokens,
     takeover_joules,
 )
@@ -46,30 +46,32 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
     if not priced:
         return None
     largest = priced[-1]
-    _, grade_of_largest = sure_rate(largest)
+    rate_name = RATE_NAMES[conservative_rate(largest).grade]
     rows = []
+    shown_grades: set[Grade] = set()
     for cell in cells:
         price = price_of(cell, data)
-        rate, grade = sure_rate(cell)
+        rate, grade = conservative_rate(cell)
+        if rate:
+            shown_grades.add(grade)
         rows.append(
             (
                 cell.model,
                 cell.device_words,
                 machine_words(data, cell.side),
-                formatting.rate(rate, rounded="down", like=cell.like) if rate else "–",
+                formatting.rate(rate, rounded="down", like=cell.unit_rate) if rate else "–",
                 grade if rate else "–",
                 "not known" if price is None else formatting.dollars_per_hour(price),
                 dollars_in_words(dollars_per_million_tokens(cell, data)),
             )
         )
-    shown_grades = {row[4] for row in rows}
     grades: tuple[Grade, ...] = ("confirmed", "estimated")
     return Section(
         slug="cost",
         title="Cost",
         sentence=f"At its list price, 1M output tokens of {largest.model} cost "
         f"{dollars_in_words(dollars_per_million_tokens(largest, data))} on this machine's "
-        f"{machine_words(data, GPU)} at the {RATE_NAMES[grade_of_largest]}.",
+        f"{machine_words(data, GPU)} at the {rate_name}.",
         grades=(*(grade for grade in grades if grade in shown_grades), "published"),
         table=table(
             ("model", "device", "machine", "rate", "grade", "price", "$ for 1M output tokens"),
@@ -82,6 +84,7 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
 
 
 def _price_words(data: ReportData) -> str:
+    """Return which price the cost rests on."""
     device = None if data.gpu is None else data.gpu.device
     if device is None or device.dollars_per_hour is None:
         return "No price is known."
@@ -93,7 +96,8 @@ def _price_words(data: ReportData) -> str:
 
 
 def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
-    """Return the price below which machines like this one are cheaper than the takeover GPU."""
+    """Return, for each model, the price per machine below which machines like this one are cheaper
+    than the takeover GPU. None: no model has a takeover GPU with a price."""
     rows = []
     for answer in answers:
         gpu, cell = answer.takeover_gpu, answer.cell
@@ -105,9 +109,9 @@ def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
         rows.append(
             (
                 answer.model,
-                formatting.rate(rate, rounded=rounded, like=cell.like),
+                formatting.rate(rate, rounded=rounded, like=cell.unit_rate),
                 gpu.name,
-                formatting.rate(gpu.low, rounded="down", like=cell.like),
+                formatting.rate(gpu.low, rounded="down", like=cell.unit_rate),
                 formatting.dollars_per_hour(gpu.dollars_per_hour),
                 str(machines),
                 f"{dollars_in_words(gpu.dollars_per_hour / machines)}/h",
@@ -116,7 +120,7 @@ def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
         )
     if not rows:
         return None
-    model, rate_words, gpu_name, _, price, *_ = rows[-1]
+    model, rate_words, gpu_name, _, price, *_ = rows[-1]  # of the largest model
     return Section(
         slug="cost",
         title="Cost",
@@ -143,12 +147,12 @@ def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
 
 
 class _Energy(msgspec.Struct, frozen=True, eq=False):
-    """Joules per output token of a configuration, and on the takeover GPU; None: not known."""
+    """Joules per output token of a configuration; None: not known."""
 
     answer: ModelAnswer
     cell: CellData
     measured: float | None
-    predicted: float | None
+    predicted: float | None  # on the takeover GPU
 
 
 def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -167,9 +171,10 @@ def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     )
     if shown.measured is None:
         sentence = "This machine does not report its power."
-    elif unmetered := [side for side in data.sides if _is_unmetered(rows, side)]:
-        side = SIDE_NAMES[unmetered[0]]
-        sentence += f" On the {side} it was not measured: it has no power meter."
+    elif unmetered := [side for side in data.sides if _has_no_power_meter(rows, side)]:
+        sentence += (
+            f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no power meter."
+        )
     gpu = shown.answer.takeover_gpu
     if gpu is not None and shown.predicted is not None:
         sentence += (
@@ -190,9 +195,9 @@ def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     )
 
 
-def _is_unmetered(rows: Sequence[_Energy], side: str) -> bool:
+def _has_no_power_meter(rows: Sequence[_Energy], side: str) -> bool:
     """Return whether load levels ran on a device and none of them has a power."""
-    of_side = [row for row in rows if row.cell.side == side and row.cell.loaded]
+    of_side = [row for row in rows if row.cell.side == side and row.cell.levels_under_load]
     return bool(of_side) and all(row.measured is None for row in of_side)
 
 

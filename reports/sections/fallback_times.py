@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.report_data import ReportData
+from crossover.reports.report_data import CellData, LevelData, ReportData
 from crossover.reports.sections.section import Section, table
+
+
+class _Fallback(msgspec.Struct, frozen=True, eq=False):
+    """A level in which the engine changed."""
+
+    cell: CellData
+    measured: LevelData
+    gap_seconds: float  # the longest time without a content chunk, over all streams together
 
 
 def fallback_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -19,12 +28,11 @@ def fallback_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
         for measured in cell.levels:
             level = measured.level
             if len(level.backends) > 1:
-                # The longest time without a content chunk, over all streams together.
                 gap_seconds = float(np.diff(np.sort(level.chunks)).max(initial=0.0))
-                rows.append((cell, measured, gap_seconds))
+                rows.append(_Fallback(cell, measured, gap_seconds))
     if not rows:
         return None
-    longest_gap = max(gap_seconds for _, _, gap_seconds in rows)
+    longest_gap = max(row.gap_seconds for row in rows)
     return Section(
         slug="fallback",
         title="Fallback",
@@ -35,14 +43,14 @@ def fallback_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
             ("model", "device", "load", "answered by", "failed", "no token for"),
             (
                 (
-                    cell.model,
-                    cell.device_words,
-                    measured.load(cell.like),
-                    _counts(measured.level.backends),
-                    str(measured.judged.failed),
-                    formatting.seconds(gap_seconds),
+                    row.cell.model,
+                    row.cell.device_words,
+                    row.measured.load_words(row.cell.unit_rate),
+                    _counts(row.measured.level.backends),
+                    str(row.measured.judged.failed),
+                    formatting.seconds(row.gap_seconds),
                 )
-                for cell, measured, gap_seconds in rows
+                for row in rows
             ),
             words=("device", "load", "answered by"),
         ),

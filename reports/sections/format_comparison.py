@@ -52,7 +52,7 @@ def _row(cell: CellData) -> tuple[str, ...]:
         cell.model,
         cell.device_words,
         cell.engine_words,
-        in_words(cell.capacity, cell.like) if cell.capacity is not None else cell.reason,
+        in_words(cell.capacity, cell.unit_rate) if cell.capacity is not None else cell.reason,
         reads,
         writes,
         formatting.size(cell.memory.peak_or_predicted_bytes),
@@ -62,9 +62,9 @@ def _row(cell: CellData) -> tuple[str, ...]:
 def _chosen_engines(data: ReportData) -> Section | None:
     """Return the engines that were chosen among several, and why; None: all were named."""
     rows = [
-        (cell.model, cell.device_words, cell.engine_words, cell.choice.reason)
+        (cell.model, cell.device_words, cell.engine_words, cell.engine_choice.reason)
         for cell in data.cells
-        if cell.choice is not None
+        if cell.engine_choice is not None
     ]
     if not rows:
         return None

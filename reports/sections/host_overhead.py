@@ -27,7 +27,7 @@ def host_overhead(data: ReportData, answers: Sequence[ModelAnswer]) -> Section |
     """Return the overhead of each load level; None where no engine reported its time."""
     rows = []
     for cell in data.cells:
-        for measured in cell.loaded:
+        for measured in cell.levels_under_load:
             finished = measured.level.finished
             times = None if finished is None else finished.engine_time
             if times is None or times.host_share is None or not times.steps:
@@ -35,7 +35,7 @@ def host_overhead(data: ReportData, answers: Sequence[ModelAnswer]) -> Section |
             rows.append(
                 _Overhead(
                     cell,
-                    measured.load(cell.like),
+                    measured.load_words(cell.unit_rate),
                     times.host_share,
                     times.device_seconds / times.steps,
                     times.host_seconds / times.steps,
@@ -65,8 +65,8 @@ def host_overhead(data: ReportData, answers: Sequence[ModelAnswer]) -> Section |
             ),
             words=("device", "load"),
         ),
-        note="By the engine's own clock: scheduling, sampling outside the backend, text and "
-        "messages. The faster the device, the larger this share."
+        note="By the engine's own clock. The host schedules, samples outside the backend, makes "
+        "text and sends messages. The faster the device, the larger this share."
         + _sentence_on_single_requests(data.cells),
     )
 
@@ -82,6 +82,6 @@ def _sentence_on_single_requests(cells: Sequence[CellData]) -> str:
         return ""
     return (
         f" A single request spent {', '.join(times)} outside the engine on average: HTTP, "
-        "tokenizer, messages between processes, and once what a first request sets up. "
-        "Simulated TTFT have as much of it as step times do not explain."
+        "tokenizer, messages between processes, and what the first request sets up. The simulation "
+        "adds to TTFT the part of it that step times do not explain."
     )

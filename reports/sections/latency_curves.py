@@ -16,7 +16,7 @@ from crossover.reports.chart_style import (
     CPU,
     SLO,
     Row,
-    data,
+    chart_of,
     layered,
     palette,
     rate_axis,
@@ -31,20 +31,20 @@ from crossover.serving.capacity.slo import Slo
 
 POINTS = 14  # of a curve
 REQUESTS = 1_000  # of the simulation of each point
-QUANTILES = {"median": 0.5, "nine of ten": 0.9}
-COLORS = {"median": CPU, "nine of ten": "#d55e00"}
+QUANTILES = {"median": 0.5, "90th percentile": 0.9}
+COLORS = {"median": CPU, "90th percentile": "#d55e00"}
 TITLES = {"ttft": "Time to first token", "tpot": "Time per output token"}
-MAX_LIMITS = 8  # the axis of seconds ends at this many times the SLO's limit
+MAX_TIMES_LIMIT = 8  # the axis of seconds ends at most at this many times the SLO's limit
 NEVER_SECONDS = 1e9  # stands for infinity; it is drawn at the top
 
 
-def latency_curves(data_: ReportData, answers: Sequence[ModelAnswer]) -> Picture | None:
+def latency_curves(data: ReportData, answers: Sequence[ModelAnswer]) -> Picture | None:
     """Return the curves of one configuration for each device; None where neither a step-time model
     nor a level is known."""
     groups = []
     for side in SIDES:
         cell = featured_cell(answers, side)
-        charts = () if cell is None else charts_of(cell, data_.slo)
+        charts = () if cell is None else charts_of(cell, data.slo)
         if cell is not None and charts:
             title = f"Latency against request rate: {cell.name} ({cell.engine_words})"
             groups.append(ChartGroup(title=title, charts=charts))
@@ -62,17 +62,18 @@ def featured_cell(answers: Sequence[ModelAnswer], side: str) -> CellData | None:
     levels; else the first that was measured under load."""
     cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
     served = [cell for cell in cells if cell.is_served]
-    loaded = [cell for cell in cells if cell.loaded]
-    served_under_load = [cell for cell in served if cell in loaded]
-    if served_under_load or served:
-        return (served_under_load or served)[-1]
-    return loaded[0] if loaded else None
+    served_under_load = [cell for cell in served if cell.levels_under_load]
+    if served_under_load:
+        return served_under_load[-1]
+    if served:
+        return served[-1]
+    return next((cell for cell in cells if cell.levels_under_load), None)
 
 
 def charts_of(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
     """Return the charts of TTFT and TPOT of one configuration; (): no rate is known."""
     capacity = cell.capacity
-    rates = [measured.level.rate for measured in cell.loaded]
+    rates = [measured.level.rate for measured in cell.levels_under_load]
     if capacity is not None:
         rates += [capacity.estimated_rate, capacity.confirmed_rate, capacity.high]
     highest_rate = max((rate for rate in rates if rate), default=None)
@@ -96,29 +97,28 @@ def _simulated_rows(cell: CellData, rates: Sequence[float]) -> list[Row]:
         return []
     traffic = cell.traffic
     server = Server(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
-    return [
-        {"name": name, "rate": rate, "seconds": value, "of": quantile}
-        for rate in rates
-        for name in TITLES
-        for quantile, q in QUANTILES.items()
-        if math.isfinite(value := float(np.nanquantile(getattr(server.play(rate), name), q)))
-    ]
+    rows: list[Row] = []
+    for rate in rates:
+        simulated = server.play(rate)
+        for name, latencies in (("ttft", simulated.ttft), ("tpot", simulated.tpot)):
+            for quantile, q in QUANTILES.items():
+                seconds = float(np.nanquantile(latencies, q))
+                if math.isfinite(seconds):
+                    rows.append({"name": name, "rate": rate, "seconds": seconds, "of": quantile})
+    return rows
 
 
 def _measured_rows(cell: CellData) -> list[Row]:
     """Return a row for each level that counts, kind of latency and quantile."""
-    return [
-        {
-            "name": name,
-            "rate": measured.level.rate,
-            "seconds": min(value, NEVER_SECONDS),
-            "of": quantile,
-        }
-        for measured in cell.loaded
-        for name in TITLES
-        for quantile, q in QUANTILES.items()
-        if (value := measured.quantile(name, q))
-    ]
+    rows: list[Row] = []
+    for measured in cell.levels_under_load:
+        rate = measured.level.rate
+        for name in TITLES:
+            for quantile, q in QUANTILES.items():
+                if seconds := measured.quantile(name, q):
+                    seconds = min(seconds, NEVER_SECONDS)
+                    rows.append({"name": name, "rate": rate, "seconds": seconds, "of": quantile})
+    return rows
 
 
 def _chart(
@@ -135,21 +135,21 @@ def _chart(
     finite = [row["seconds"] for row in rows if row["seconds"] < NEVER_SECONDS]
     high = max(finite, default=1.0)
     if limit is not None:
-        high = min(max(high, 1.5 * limit), MAX_LIMITS * limit)
-    x = rate_axis(*ends, cell.like)
+        high = min(max(high, 1.5 * limit), MAX_TIMES_LIMIT * limit)
+    x = rate_axis(*ends, cell.unit_rate)
     y = seconds_axis(min([*finite, high / 10]) / 1.4, high * 1.2)
     layers = []
     if curve_rows:
-        curves = data(curve_rows).mark_line(strokeWidth=2, clip=True)
+        curves = chart_of(curve_rows).mark_line(strokeWidth=2, clip=True)
         layers.append(curves.encode(x=x, y=y, color=palette("of:N", COLORS)))
     if dot_rows:
-        dots = data(dot_rows).mark_point(filled=True, size=70, opacity=1, clip=False)
+        dots = chart_of(dot_rows).mark_point(filled=True, size=70, opacity=1, clip=False)
         color = palette("of:N", COLORS, legend=not curve_rows)
         layers.append(dots.encode(x=x, y=y, color=color))
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
     if cell.estimated_rate:
-        capacity = formatting.rate(cell.estimated_rate, like=cell.like)
+        capacity = formatting.rate(cell.estimated_rate, like=cell.unit_rate)
         layers += rate_line(cell.estimated_rate, f"capacity {capacity}", x)
     return Chart(
         slug=f"{name}-{cell.key}",

@@ -38,7 +38,7 @@ def _row(cell: CellData, measured: LevelData) -> tuple[str, ...]:
     return (
         f"{cell.model} {cell.weight_format}".strip(),
         cell.device_words,
-        measured.load(cell.like),
+        measured.load_words(cell.unit_rate),
         f"{judged.good} of {judged.due}",
         judged.verdict,
         formatting.seconds(measured.quantile("ttft", 0.5)),

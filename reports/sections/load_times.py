@@ -33,11 +33,11 @@ class _LoadTime(msgspec.Struct, frozen=True, eq=False):
     predicted: float | None  # on the takeover GPU
 
     @property
-    def gpu_seconds(self) -> float:
+    def gpu_seconds(self) -> float | None:
         """Seconds for which the CPU serves while a GPU loads: this machine's GPU as measured, else
-        the takeover GPU as predicted; 0.0: neither is known."""
+        the takeover GPU as predicted; None: not known."""
         gpu = self.answer.gpu
-        return (_measured_seconds(gpu) if gpu is not None else self.predicted) or 0.0
+        return self.predicted if gpu is None else _measured_seconds(gpu)
 
 
 def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -47,7 +47,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
         takeover_seconds = gpu_load_seconds(answer)
         for cell in answer.cells:
             predicted = takeover_seconds if cell is answer.cpu else None
-            if cell.loads or predicted is not None:
+            if cell.load_seconds or predicted is not None:
                 rows.append(_LoadTime(answer, cell, _measured_seconds(cell), predicted))
     if not rows:
         return None
@@ -79,7 +79,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
                     row.cell.device_words,
                     formatting.seconds(row.measured),
                     formatting.seconds(row.predicted, missing="–"),
-                    str(len(row.cell.loads)),
+                    str(len(row.cell.load_seconds)),
                 )
                 for row in rows
             ),
@@ -95,7 +95,7 @@ def _sentence(rows: Sequence[_LoadTime]) -> str:
     for row in reversed(rows):
         cpu = row.answer.cpu
         if cpu is not None and cpu.confirmed_rate and row.gpu_seconds:
-            confirmed = formatting.rate(cpu.confirmed_rate, rounded="down", like=cpu.like)
+            confirmed = formatting.rate(cpu.confirmed_rate, rounded="down", like=cpu.unit_rate)
             return (
                 f"While a GPU loads {row.answer.model} for about "
                 f"{formatting.duration(row.gpu_seconds)}, this CPU serves "
@@ -105,7 +105,7 @@ def _sentence(rows: Sequence[_LoadTime]) -> str:
 
 
 def _measured_seconds(cell: CellData) -> float | None:
-    return median(cell.loads) if cell.loads else None
+    return median(cell.load_seconds) if cell.load_seconds else None
 
 
 def gpu_load_seconds(answer: ModelAnswer) -> float | None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from crossover.models import formatting
 from crossover.models.formatting import GIB
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.chart_style import INK, MUTED, Row, data, layered, palette
+from crossover.reports.chart_style import INK, MUTED, Row, chart_of, layered, palette
 from crossover.reports.devices.device_catalog import USABLE_SHARES
-from crossover.reports.report_data import GPU, SIDES, CellData, ReportData
+from crossover.reports.report_data import CPU, GPU, SIDES, CellData, ReportData
 from crossover.reports.sections.section import Chart, Section, table
 
 PARTS = {
@@ -20,13 +20,14 @@ PARTS = {
     "overhead": "#c3ccd5",
 }
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # memory of GPUs on the market
+MIN_HBM_CARD_GIB = 80  # larger cards have HBM, smaller ones GDDR
 NAME_SHARE = 0.11  # of the chart's width, which the name of a card takes
-TITLES = {GPU: "GPU memory"}
+TITLES = {CPU: "Memory of the host", GPU: "GPU memory"}
 
 
-def memory(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+def memory(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the memory of each configuration; None where none is known."""
-    cells = [cell for cell in data_.cells if cell.memory.peak_or_predicted_bytes is not None]
+    cells = [cell for cell in data.cells if cell.memory.peak_or_predicted_bytes is not None]
     if not cells:
         return None
     sides = [side for side in SIDES if any(cell.side == side for cell in cells)]
@@ -35,7 +36,7 @@ def memory(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     charts: list[Chart] = []
     for side in sides:
         cells_on_side = [cell for cell in cells if cell.side == side]
-        title = "" if len(sides) == 1 else TITLES.get(side, "Memory of the host")
+        title = "" if len(sides) == 1 else TITLES[side]
         charts += _charts(cells_on_side, title, with_cards=side == sides[-1])
     return Section(
         slug="memory",
@@ -102,9 +103,9 @@ def _sentence(cells: Sequence[CellData], side: str) -> str:
 
 
 def _fits(size_bytes: int, card_gib: float) -> bool:
-    """Return whether the part of a card's memory that its driver leaves free suffices."""
-    share = USABLE_SHARES["hbm" if card_gib >= 80 else "gddr"]
-    return size_bytes <= share * card_gib * GIB
+    """Return whether a card has enough memory, less the part that its driver takes."""
+    memory_type = "hbm" if card_gib >= MIN_HBM_CARD_GIB else "gddr"
+    return size_bytes <= USABLE_SHARES[memory_type] * card_gib * GIB
 
 
 def _difference(cell: CellData) -> str:
@@ -150,21 +151,20 @@ def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple
     )
     axis_gib = 1.1 * largest_bytes / GIB
     side = cells[0].side
-    if side == GPU:  # the axis reaches the card that fits it
-        axis_gib = max(
-            axis_gib, 1.02 * next((card for card in CARDS_GIB if card >= axis_gib), axis_gib)
-        )
+    if side == GPU:  # the axis reaches beyond the line of the smallest card that is large enough
+        large_enough = [card for card in CARDS_GIB if card >= axis_gib]
+        axis_gib = max(axis_gib, 1.02 * min(large_enough, default=axis_gib))
     x = alt.X("gib:Q", title="GiB", scale=alt.Scale(domain=[0, axis_gib], nice=False))
     y = alt.Y("model:N", title=None, sort=[name for name, _ in usages])
     shown_parts = {row["part"] for row in bar_rows}
     color = palette("part:N", {part: PARTS[part] for part in PARTS if part in shown_parts})
-    bars = data(bar_rows).mark_bar()
+    bars = chart_of(bar_rows).mark_bar()
     layers = [bars.encode(x=x, y=y, color=color, order=alt.Order("order:Q"))]
     if peak_rows:
-        layers.append(data(peak_rows).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
+        layers.append(chart_of(peak_rows).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
     card_rows = _card_rows(axis_gib)
     if card_rows and with_cards:
-        cards = data(card_rows)
+        cards = chart_of(card_rows)
         layers.append(cards.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x))
         if side == GPU:
             mark = {"align": "right", "baseline": "top", "dx": -3, "fontSize": 12}

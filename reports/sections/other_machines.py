@@ -9,7 +9,7 @@ from crossover.models import formatting
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT, gpus_that_fit
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import (
-    TOGETHER,
+    TENSOR_PARALLEL_SIZES,
     DeviceCapacity,
     Service,
     capacity_of,
@@ -29,7 +29,11 @@ def other_machines(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
     answer = _largest_known(answers)
     if answer is None:
         return None
-    spec, traffic, like = answer.cell.spec, answer.cell.traffic, answer.cells[-1].like
+    spec, traffic, unit_rate = (
+        answer.cell.spec,
+        answer.cell.traffic,
+        answer.cells[-1].unit_rate,
+    )
     assert spec is not None and traffic is not None
     capacities = [
         capacity_of(service, data.slo) for service in gpus_that_fit(spec, traffic, MAX_GPUS)
@@ -40,10 +44,10 @@ def other_machines(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
     return Section(
         slug="other-machines",
         title="Other machines",
-        sentence=f"{best.name} would serve {formatting.rate(best.rate, like=like)} of "
+        sentence=f"{best.name} would serve {formatting.rate(best.rate, like=unit_rate)} of "
         f"{answer.model}.",
         grades=("predicted",),
-        table=_table(capacities, like),
+        table=_table(capacities, unit_rate),
         note="Simulated with this run's requests by step times from datasheets and published "
         f"measurements, each with a server of {VLLM_SLOTS} slots. The cheapest GPUs that the model "
         "fits.",
@@ -63,7 +67,7 @@ def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | Non
     machine = machine_of(device)
     capacities = [
         capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
-        for count in TOGETHER
+        for count in TENSOR_PARALLEL_SIZES
     ]
     single, largest = capacities[0], capacities[-1]
     gain = f"{answer.model}, which one cannot"
@@ -75,7 +79,7 @@ def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | Non
         title="Several GPUs",
         sentence=f"{largest.name} with tensor parallelism would serve {gain}.",
         grades=("predicted",),
-        table=_table(capacities, answer.cells[-1].like),
+        table=_table(capacities, answer.cells[-1].unit_rate),
         note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "
         "(tensor parallelism), and they exchange activations over their link twice per layer. "
         "Copies of the model on each (replicas) serve as many times the rate instead, and answer "
@@ -100,7 +104,7 @@ def _gpu_of(answer: ModelAnswer, data: ReportData) -> Device | None:
     return None if answer.takeover_gpu is None else device_named(answer.takeover_gpu.device)
 
 
-def _table(capacities: Sequence[DeviceCapacity], like: float | None) -> Table:
+def _table(capacities: Sequence[DeviceCapacity], unit_rate: float | None) -> Table:
     return table(
         (
             "machine",
@@ -114,8 +118,10 @@ def _table(capacities: Sequence[DeviceCapacity], like: float | None) -> Table:
         (
             (
                 capacity.name,
-                formatting.rate(capacity.rate, like=like) if capacity.rate else capacity.reason,
-                formatting.rate_interval(capacity.low, capacity.high, like)
+                formatting.rate(capacity.rate, like=unit_rate)
+                if capacity.rate
+                else capacity.reason,
+                formatting.rate_interval(capacity.low, capacity.high, unit_rate)
                 if capacity.rate
                 else "–",
                 formatting.seconds(capacity.ttft_seconds, missing="–"),

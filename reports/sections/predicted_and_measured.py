@@ -19,16 +19,16 @@ def predicted_and_measured(data: ReportData, answers: Sequence[ModelAnswer]) -> 
         cell, prediction = answer.gpu, predicted_here(answer.gpu, data)
         if prediction is None or cell is None or cell.capacity is None:
             continue
-        capacity, like = cell.capacity, cell.like
+        capacity, unit_rate = cell.capacity, cell.unit_rate
         predicted = formatting.rate_with_interval(
-            prediction.rate, prediction.low, prediction.high, like
+            prediction.rate, prediction.low, prediction.high, unit_rate
         )
         estimated = formatting.rate_with_interval(
-            capacity.estimated_rate, capacity.low, capacity.high, like
+            capacity.estimated_rate, capacity.low, capacity.high, unit_rate
         )
         confirmed = "none"
         if cell.confirmed_rate:
-            confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=like)
+            confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=unit_rate)
         difference = _difference(prediction.rate, cell.estimated_rate)
         rows.append(
             (

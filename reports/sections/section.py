@@ -48,19 +48,19 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """A table of texts; `numeric` has the places of the columns that are aligned at the right."""
+    """A table of texts."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[int, ...] = ()
+    numeric: tuple[int, ...] = ()  # indexes of the columns of numbers, which are aligned right
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
 ) -> Table:
-    """Return a table whose columns are numeric, but for the first and those named in `words`."""
+    """Return a table. Its columns are numeric, except the first and those named in `words`."""
     text_columns = (columns[0], *words)
-    numeric = tuple(place for place, name in enumerate(columns) if name not in text_columns)
+    numeric = tuple(index for index, name in enumerate(columns) if name not in text_columns)
     return Table(tuple(columns), tuple(map(tuple, rows)), numeric)
 
 
@@ -73,4 +73,4 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     grades: tuple[Grade, ...] = ()
     table: Table = Table((), ())
     charts: tuple[Chart, ...] = ()
-    note: str = ""  # how the figures are known
+    note: str = ""  # how the figures were obtained

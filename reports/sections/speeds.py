@@ -8,7 +8,7 @@ import msgspec
 
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.chart_style import Row, data, layered, palette, series
+from crossover.reports.chart_style import Row, chart_of, layered, palette, series
 from crossover.reports.report_data import CellData, ReportData
 from crossover.reports.sections.section import Chart, Section, table
 
@@ -27,7 +27,7 @@ class Speeds(msgspec.Struct, frozen=True):
     prompt_time_share: float  # of the request's time
 
 
-def prefill_decode(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+def prefill_decode(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the speeds of prompts and answers; None where there is no step-time model."""
     cells = [cell for answer in answers for cell in answer.cells]
     rows = [(cell, speeds) for cell in cells if (speeds := speeds_of(cell)) is not None]
@@ -85,7 +85,7 @@ def _tokens(per_second: float) -> str:
     return f"{formatting.significant(per_second)} tokens/s"
 
 
-def batch_size(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+def batch_size(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the throughput by batch size; None where there is no step-time model."""
     cells = [cell for answer in answers for cell in answer.cells]
     rows = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
@@ -158,7 +158,7 @@ def _chart(steps_by_name: dict[str, dict[int, float]]) -> Chart:
         for name, steps in steps_by_name.items()
         for size, seconds in steps.items()
     ]
-    lines = data(rows).mark_line(point=True, strokeWidth=2)
+    lines = chart_of(rows).mark_line(point=True, strokeWidth=2)
     x = alt.X("rows:Q", title="requests in a step", scale=alt.Scale(type="log", base=2))
     y = alt.Y("tokens:Q", title="tokens/s of all requests")
     color = palette("model:N", series(list(steps_by_name)))

@@ -19,8 +19,8 @@ from crossover.loadtests.campaign.level_runner import level_text
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
-from crossover.reports.answers.answer_table import answer_row, columns_of
-from crossover.reports.answers.check_conditions import QUANTITIES, checked
+from crossover.reports.answers.answer_table import answer_row, columns_of, no_capacity_note
+from crossover.reports.answers.check_conditions import QUANTITIES, check_condition
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
 from crossover.reports.errors import BadRun, ReportError
@@ -80,6 +80,17 @@ def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None
     assert big[2].text == "misses the SLO unloaded" and "missed" in big[1].text
 
 
+def test_an_estimated_capacity_of_none_is_explained_where_there_is_one() -> None:
+    _, data, answers = shown()
+    cell = answers[0].cell
+    assert cell.capacity is not None
+    none = msgspec.structs.replace(cell.capacity, state="not_confirmed", estimated_rate=None)
+    without = msgspec.structs.replace(answers[0], cpu=msgspec.structs.replace(cell, capacity=none))
+    row, row_without = answer_row(answers[0], data), answer_row(without, data)
+    assert row_without[3].text == "none" and no_capacity_note([row]) == ""
+    assert 'capacity "none": in the simulation' in no_capacity_note([row, row_without])
+
+
 def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
     _, data, answers = shown()
     for cell in (answers[0].cell, answers[1].cell):
@@ -92,7 +103,8 @@ def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
             and found.high
         )
         assert any(
-            one.level.rate == pytest.approx(found.confirmed_rate, rel=0.2) for one in cell.loaded
+            one.level.rate == pytest.approx(found.confirmed_rate, rel=0.2)
+            for one in cell.levels_under_load
         )
         assert found.low < found.estimated_rate < found.high
         assert found.confirmed_rate <= found.high
@@ -115,13 +127,14 @@ def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     text = shown_page()
     assert len(text.encode()) < 1_200_000
     assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text
-    assert headline.headline(answers, data) in re.sub("<.*?>", "", text)
+    plain = re.sub("<.*?>", "", text).replace("&#39;", "'")
+    assert headline.headline(answers, data) in plain
     assert {"memory", "prefill-decode", "batch-size", "cost", "other-machines", "multi-gpu"} <= {
         *(one.slug for one in sections),
         "memory",  # of a simulated server none is known
     }
     for one in sections:
-        assert one.sentence and one.sentence in text.replace("&#39;", "'")
+        assert one.sentence and one.sentence in plain
     assert text.count('role="img"') >= 4  # map, two curves, batch
     assert f"resume {data.folder} --confirm" in text  # confirms what is only estimated
 
@@ -160,8 +173,8 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
     shape = (len(lattice.ttft), len(lattice.tpot), len(lattice.target))
 
     def limit(model: int, i: int, j: int, k: int) -> float:
-        entry = next(one for one in lattice.entries if one["model"] == model)
-        found: float = entry["answers"]["limit"][(i * shape[1] + j) * shape[2] + k]
+        entry = next(one for one in lattice.entries if one.model == model)
+        found: float = entry.answers.estimated[(i * shape[1] + j) * shape[2] + k]
         return found
 
     own = tuple(lattice.run[name] for name in ("ttft", "tpot", "target"))
@@ -177,8 +190,8 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
         if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
             again = answers_of(read_report(shown()[0], Slo("other", *limits)))
             for one in lattice.entries:
-                cell, held = again[ends[one["model"]]].cell, one["answers"]["held"][place]
-                assert held == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
+                cell, rate = again[ends[one.model]].cell, one.answers.confirmed[place]
+                assert rate == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
                     "as a report says"
                 )
     no_limits = msgspec.structs.replace(data, slo=Slo("batch", None, None, 0.9))
@@ -198,12 +211,12 @@ def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
     _, _, answers = shown()
     held = answers[0].cell.confirmed_rate
     assert held is not None
-    assert checked(f"135m:confirmed>={held * 0.9:.3f}", answers).holds
-    failed = checked("135m:confirmed>=1000", answers)
+    assert check_condition(f"135m:confirmed>={held * 0.9:.3f}", answers).holds
+    failed = check_condition("135m:confirmed>=1000", answers)
     assert not failed.holds and "confirmed is" in failed.text
-    assert "not measured" in checked("8b:memory<5", answers).text
+    assert "not measured" in check_condition("8b:memory<5", answers).text
     for name in QUANTITIES:
-        checked(f"smollm2-135m:{name}>0", answers)
+        check_condition(f"smollm2-135m:{name}>0", answers)
     for wrong, said in (
         ("135m", "is not a condition"),
         ("135m:speed>=1", "'speed' is not one of confirmed"),
@@ -212,7 +225,7 @@ def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
         ("135m:confirmed>=1e", "is not a number"),
     ):
         with pytest.raises(ReportError, match=said):
-            checked(wrong, answers)
+            check_condition(wrong, answers)
 
 
 def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path) -> None:
@@ -260,7 +273,8 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     assert "nan" not in text.replace("finance", "").lower().split()
     if name == EVENTS:
         assert any(one.code == "NotFinished" for one in warnings_of(data))
-        assert any("not complete" in one for one in alerts_of(data))
+        (alert,) = alerts_of(data)
+        assert "not complete" in alert and "llama-3.1-8b" in alert
     else:
         assert (
             share == 0.999
@@ -304,7 +318,7 @@ def test_a_level_after_a_cell_s_last_word_has_a_say(
     with killed_after(monkeypatch, 6):
         world.resume(folder, confirm=True)
     cell = read_report(folder).cells[0]
-    (failed,) = cell.loaded
+    (failed,) = cell.levels_under_load
     assert failed.judged.verdict == "misses" and before is not None and before.high is not None
     assert cell.capacity is not None and cell.capacity.high == failed.level.rate
     assert (cell.capacity.high or 0.0) < before.high
@@ -378,7 +392,9 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
 def test_what_other_processes_took_is_not_said_of_the_machine() -> None:
     _, data, answers = shown()
     *_, big = answers
-    busy = msgspec.structs.replace(big.cell, busy="`make` (pid 7) took 80 % of the CPU time")
+    busy = msgspec.structs.replace(
+        big.cell, never_idle_reason="`make` (pid 7) took 80 % of the CPU time"
+    )
     said = headline.headline([msgspec.structs.replace(big, cpu=busy)], data)
     assert "none of these models" not in said and "GPU" not in said
     assert said.startswith("No rate was confirmed or estimated in this run")
@@ -397,7 +413,7 @@ def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) 
     )
     data = read_report(copied)
     assert len(data.cells[0].levels) == len(was.cells[0].levels) > 1
-    assert not data.cells[0].loaded and data.cells[0].single_stream is None
+    assert not data.cells[0].levels_under_load and data.cells[0].single_stream is None
     assert "not measured" in answer_row(answers_of(data)[0], data)[1].text
     assert was.cells[0].single_stream is not None
     told = formatting.seconds(was.cells[0].single_stream.ttft_seconds)

@@ -27,10 +27,16 @@ from crossover.loadtests.records.run_folder import EVENTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
 from crossover.reports.answers.answer_table import answer_row, columns_of, side_heads
-from crossover.reports.answers.check_conditions import checked
+from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.answers.own_gpu import predicted_here
-from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulation_of
+from crossover.reports.answers.report_warnings import alerts_of, warnings_of
+from crossover.reports.devices.device_capacity import (
+    EXPECTED_STEPS,
+    Service,
+    machine_of,
+    simulation_of,
+)
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.errors import ReportError
 from crossover.reports.export_run import export_run
@@ -59,6 +65,15 @@ def test_the_sentence_says_where_the_cpu_stops_and_that_this_machines_gpu_takes_
     assert len(HEADLINE.split()) <= 40
 
 
+def test_a_run_that_was_interrupted_after_its_last_capacity_lacks_nothing_on_the_first_screen() -> (
+    None
+):
+    data, _, _ = h200()
+    (warning,) = [one for one in warnings_of(data) if one.code == "NotFinished"]
+    assert "did not measure llama-3.1-8b int8 on the CPU to the end" in warning.text
+    assert alerts_of(data) == []
+
+
 def test_a_row_has_the_cpu_and_the_gpu_beside_each_other_each_with_its_own_figures() -> None:
     data, answers, _ = h200()
     assert [column.key for column in columns_of(data)] == [
@@ -66,7 +81,7 @@ def test_a_row_has_the_cpu_and_the_gpu_beside_each_other_each_with_its_own_figur
         *(
             f"{side}-{name}"
             for side in ("cpu", "gpu")
-            for name in ("alone", "held", "limit", "engine")
+            for name in ("single_stream", "confirmed", "estimated", "engine")
         ),
     ]
     assert dict(side_heads(data)) == {
@@ -199,7 +214,9 @@ def test_what_was_predicted_of_this_gpu_stands_beside_what_was_measured() -> Non
         (answers[1], 22.0, 32.4, 47.6),
     ):
         found = predicted_here(answer.gpu, data)
-        assert found is not None and found.device == "NVIDIA H200 SXM" and found.kind == "predicted"
+        assert (
+            found is not None and found.device == "NVIDIA H200 SXM" and found.grade == "predicted"
+        )
         assert (found.low, found.rate, found.high) == pytest.approx((low, rate, high), rel=0.01)
         assert predicted_here(answer.cpu, data) is None
     section = sections["prediction"]
@@ -236,16 +253,20 @@ def test_the_map_draws_a_measured_gpu_otherwise_than_a_predicted_one() -> None:
         return {(model, name): (float(width), fill) for model, name, width, fill in found}
 
     cpu, gpu = bars(drawn.svg, "cpu"), bars(drawn.svg, "gpu")
-    assert cpu["0", "held"][0] == 0 < cpu["0", "limit"][0], "the CPU's rate is estimated alone"
-    assert cpu["1", "held"][0] == cpu["1", "limit"][0] == 0
-    assert gpu["0", "held"][0] > gpu["0", "limit"][0] > 0 and gpu["1", "held"][0] > 0
+    assert cpu["0", "confirmed"][0] == 0 < cpu["0", "estimated"][0], (
+        "the CPU's rate is estimated alone"
+    )
+    assert cpu["1", "confirmed"][0] == cpu["1", "estimated"][0] == 0
+    assert gpu["0", "confirmed"][0] > gpu["0", "estimated"][0] > 0 and gpu["1", "confirmed"][0] > 0
     fills = {fill for _, fill in (*cpu.values(), *gpu.values())}
-    assert len(fills) == 4 and not [name for _, name in gpu if name == "gpu"]
+    assert len(fills) == 4 and not [name for _, name in gpu if name == "takeover"]
     assert drawn.svg.count('data-bar="forecast"') == 2 and "this machine&#x27;s" not in drawn.svg
     _, one_device, others = shown()
     predicted = crossover_map(others, one_device)
     assert predicted is not None and bars(predicted.svg, "gpu") == {}
-    (fill,) = {fill for (_, name), (_, fill) in bars(predicted.svg, "cpu").items() if name == "gpu"}
+    (fill,) = {
+        fill for (_, name), (_, fill) in bars(predicted.svg, "cpu").items() if name == "takeover"
+    }
     assert fill not in fills and "stroke-dasharray" in predicted.svg
 
 
@@ -259,6 +280,7 @@ def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_t
     assert "the GPU that takes over, predicted" not in plain and "Never run" not in plain
     assert len(text.encode()) < 1_200_000
     drawn = first_screen_png.drawing(data, answers)
+    assert "\N{NO-BREAK SPACE}% of" in drawn and ">%" not in drawn
     assert "CPU: 16 cores of an Intel Xeon" in drawn and "GPU, confirmed" in drawn
     assert "16 cores of an Intel Xeon and NVIDIA H200" in drawn
 
@@ -289,21 +311,21 @@ def test_sliders_move_each_device_by_its_own_steps() -> None:
     assert lattice is not None and lattice.sides == ("cpu", "gpu")
     own = [lattice.run[name] for name in ("ttft", "tpot", "target")]
     place = (own[0] * len(lattice.tpot) + own[1]) * len(lattice.target) + own[2]
-    limits = {(e["model"], e["side"]): e["answers"]["limit"][place] for e in lattice.entries}
+    limits = {(e.model, e.side): e.answers.estimated[place] for e in lattice.entries}
     # of 8B on the CPU no step times were fitted: it missed the SLO unloaded
     assert limits == {
         (0, "cpu"): pytest.approx(1.6, rel=0.01),
         (0, "gpu"): pytest.approx(65.6, rel=0.01),
         (1, "gpu"): pytest.approx(30.6, rel=0.01),
     }
-    assert all(entry["gpus"] == [] for entry in lattice.entries), "the GPU is measured"
+    assert all(entry.gpus == [] for entry in lattice.entries), "the GPU is measured"
 
 
 def test_a_condition_names_the_device_where_there_are_two() -> None:
     _, answers, _ = h200()
-    assert checked("8b:gpu:confirmed>=23", answers).holds
-    assert not checked("1b:cpu:capacity>=2", answers).holds
-    assert "memory is 24.1" in checked("8b:gpu:memory<=32", answers).text
+    assert check_condition("8b:gpu:confirmed>=23", answers).holds
+    assert not check_condition("1b:cpu:capacity>=2", answers).holds
+    assert "memory is 24.1" in check_condition("8b:gpu:memory<=32", answers).text
     for wrong, said in (
         (
             "8b:confirmed>=1",
@@ -312,9 +334,9 @@ def test_a_condition_names_the_device_where_there_are_two() -> None:
         ("8b:tpu:confirmed>=1", "The run has no model '8b:tpu'"),
     ):
         with pytest.raises(ReportError, match=re.escape(said)):
-            checked(wrong, answers)
+            check_condition(wrong, answers)
     with pytest.raises(ReportError, match="was not measured on the GPU"):
-        checked("135m:gpu:confirmed>=1", shown()[2])
+        check_condition("135m:gpu:confirmed>=1", shown()[2])
 
 
 def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> None:
@@ -362,9 +384,9 @@ def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price(
     made = planned("1b", 1.0)
     mine = {one.title: one for one in made.options if one.kind == "as it is"}
     assert list(mine) == ["your GPU", "your CPU alone", "your CPU, GPU above it"]
-    assert {one.known_by for one in mine.values()} == {"confirmed", "estimated"}
+    assert {one.grade for one in mine.values()} == {"confirmed", "estimated"}
     for one in mine.values():
-        assert one.suffices == "yes" and one.dollars == pytest.approx(7.91 * 730.5)
+        assert one.certainty == "yes" and one.dollars == pytest.approx(7.91 * 730.5)
     text = as_text(made, 200)
     assert "your machine: the list price of its NVIDIA H200, $7.91/h, is assumed" in text
     assert all(title in text for title in mine)
@@ -381,7 +403,7 @@ def test_a_machine_that_is_paid_for_costs_its_energy_and_one_with_a_price_that_p
     rented = planned("8b", 20.0, dollars_per_hour=2.0)
     assert next(one.dollars for one in rented.options if one.title == "your GPU") == 2.0 * 730.5
     cpu = next(one for one in rented.options if one.title == "your CPU alone")
-    assert cpu.suffices == "no" and cpu.note == "misses the SLO unloaded"
+    assert cpu.certainty == "no" and cpu.note == "misses the SLO unloaded"
 
 
 def test_the_cpu_takes_what_it_serves_and_the_gpu_what_is_above() -> None:
@@ -389,7 +411,7 @@ def test_the_cpu_takes_what_it_serves_and_the_gpu_what_is_above() -> None:
     both = next(one for one in made.options if one.title == "your CPU, GPU above it")
     alone = next(one for one in made.options if one.title == "your GPU")
     # 47.7/s are confirmed of the GPU, 1.4/s are surely served by the CPU
-    assert (both.suffices, alone.suffices, both.known_by) == ("yes", "perhaps", "estimated")
+    assert (both.certainty, alone.certainty, both.grade) == ("yes", "perhaps", "estimated")
 
 
 def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
@@ -477,4 +499,4 @@ def test_the_simulated_ttft_of_a_single_request_has_its_time_outside_the_engine(
         outside_seconds = cell.step_times.request_seconds
         # A GPU that nobody measured is predicted behind the same server.
         service = Service(machine_of(device_named("NVIDIA L4")), cell.spec, "bf16", cell.traffic)
-        assert simulation_of(service, MIDDLE).step_times.request_seconds == outside_seconds
+        assert simulation_of(service, EXPECTED_STEPS).step_times.request_seconds == outside_seconds

@@ -34,8 +34,8 @@ const valueInWords = (name) => document.getElementById(`${name}-says`).textConte
 
 function pixelsOf(svg, value) {
   const { low, high, left, right } = svg.dataset;
-  const part = Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
-  return Number(left) + part * (right - left);
+  const fraction = Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
+  return Number(left) + fraction * (right - left);
 }
 function barOf(svg, entry, kind) {
   return svg.querySelector(`[data-model="${entry.model}"][data-side="${entry.side}"][data-bar="${kind}"]`);
@@ -46,14 +46,14 @@ function moveBar(svg, entry, kind, from, to) {
 }
 function moveBars(svg, entry, answer) {
   const left = Number(svg.dataset.left);
-  const confirmedEnd = answer.held ? pixelsOf(svg, answer.held) : left;
-  const estimatedEnd = answer.limit ? Math.max(confirmedEnd, pixelsOf(svg, answer.limit)) : confirmedEnd;
-  moveBar(svg, entry, "held", left, confirmedEnd);
-  moveBar(svg, entry, "limit", confirmedEnd, estimatedEnd);
-  const gpuBar = barOf(svg, entry, "gpu");
+  const confirmedEnd = answer.confirmed ? pixelsOf(svg, answer.confirmed) : left;
+  const estimatedEnd = answer.estimated ? Math.max(confirmedEnd, pixelsOf(svg, answer.estimated)) : confirmedEnd;
+  moveBar(svg, entry, "confirmed", left, confirmedEnd);
+  moveBar(svg, entry, "estimated", confirmedEnd, estimatedEnd);
+  const gpuBar = barOf(svg, entry, "takeover");
   if (gpuBar) {
     const { x, width } = original.get(gpuBar);
-    moveBar(svg, entry, "gpu", estimatedEnd, Number(x) + Number(width));
+    moveBar(svg, entry, "takeover", estimatedEnd, Number(x) + Number(width));
   }
 }
 function writeRow(entry, answer) {
@@ -62,20 +62,20 @@ function writeRow(entry, answer) {
     cellOf(key).innerHTML = `<span class="v"></span>` + (grade ? ` <i class="grade ${grade}">${grade}</i>` : "");
     cellOf(key).firstChild.textContent = text;
   };
-  cellOf(`${entry.side}-alone`).querySelector(".v").textContent = entry.alone + (answer.alone ? ": met" : ": missed");
-  const confirmed = answer.held ? rate(answer.held, entry, Math.floor) : "none confirmed";
-  write(`${entry.side}-held`, answer.alone ? confirmed : "misses the SLO unloaded", answer.alone && answer.held && "confirmed");
-  write(`${entry.side}-limit`, answer.limit ? rate(answer.limit, entry) : "–", answer.limit && "estimated");
-  if (cellOf("over")) {
-    const gpu = entry.gpus[answer.gpu] || null;
-    write("over", gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run", gpu && "predicted");
+  cellOf(`${entry.side}-single_stream`).querySelector(".v").textContent = entry.single_stream + (answer.meets_unloaded ? ": met" : ": missed");
+  const confirmed = answer.confirmed ? rate(answer.confirmed, entry, Math.floor) : "none confirmed";
+  write(`${entry.side}-confirmed`, answer.meets_unloaded ? confirmed : "misses the SLO unloaded", answer.meets_unloaded && answer.confirmed && "confirmed");
+  write(`${entry.side}-estimated`, answer.estimated ? rate(answer.estimated, entry) : "–", answer.estimated && "estimated");
+  if (cellOf("takeover")) {
+    const gpu = entry.gpus[answer.takeover] || null;
+    write("takeover", gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run", gpu && "predicted");
   }
 }
 function sentence(side, largestServed, nextLarger) {
   const device = { cpu: "the CPU", gpu: "this machine's GPU" }[side];
   if (!largestServed) return `${device} serves none of these models`;
   const { entry, answer } = largestServed;
-  const served = answer.held ? `${rate(answer.held, entry, Math.floor)} confirmed` : `about ${rate(answer.limit, entry)}, estimated`;
+  const served = answer.confirmed ? `${rate(answer.confirmed, entry, Math.floor)} confirmed` : `about ${rate(answer.estimated, entry)}, estimated`;
   const needsGpu = nextLarger && lattice.sides.length === 1 && side === "cpu";
   return `${device} serves up to ${entry.title} (${served})` + (needsGpu ? `; from ${nextLarger.title} on a GPU takes over` : "");
 }
@@ -108,7 +108,7 @@ function show() {
     const answer = answerOf(entry);
     writeRow(entry, answer);
     for (const svg of document.querySelectorAll("#map svg")) moveBars(svg, entry, answer); // for a page, for a phone
-    if (answer.limit || answer.held) {
+    if (answer.estimated || answer.confirmed) {
       largestServed[entry.side] = { entry, answer };
       nextLarger[entry.side] = null;
     } else nextLarger[entry.side] ||= entry;
@@ -121,9 +121,9 @@ function show() {
 function readAddress() { // the sliders' values after the # of the URL
   const values = new URLSearchParams(location.hash.slice(1));
   for (const name of knobs) {
-    const place = lattice[name].indexOf(Number(values.get(name)));
+    const index = lattice[name].indexOf(Number(values.get(name)));
     input[name].max = lattice[name].length - 1;
-    input[name].value = values.has(name) && place >= 0 ? place : lattice.run[name];
+    input[name].value = values.has(name) && index >= 0 ? index : lattice.run[name];
   }
   show();
 }

@@ -16,7 +16,12 @@ import numpy as np
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.own_gpu import predicted_here
-from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulation_of
+from crossover.reports.devices.device_capacity import (
+    EXPECTED_STEPS,
+    Service,
+    machine_of,
+    simulation_of,
+)
 from crossover.reports.report_data import CellData, ReportData, read_report
 
 HEADS = ("model, GPU, slots", "what", "predicted", "measured", "off")
@@ -35,9 +40,9 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
     machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
     service = Service(machine, cell.spec, cell.weight_format, cell.traffic)
-    alone = simulation_of(service, MIDDLE).alone()
+    alone = simulation_of(service, EXPECTED_STEPS).alone()
     name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
-    found, like = cell.capacity, cell.like
+    found, like = cell.capacity, cell.unit_rate
     rows = [
         (
             *(name, "capacity"),

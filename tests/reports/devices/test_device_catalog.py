@@ -10,7 +10,7 @@ from crossover.reports.devices.device_catalog import (
     devices,
     priced_gpus,
     read_devices,
-    shipped,
+    shipped_devices,
 )
 from crossover.reports.errors import ReportError
 
@@ -27,9 +27,11 @@ confidence = "low"
 
 
 def test_every_shipped_device_has_a_source_and_a_price_has_a_date() -> None:
-    assert len(shipped()) > 50 and len({one.name for one in shipped()}) == len(shipped())
-    assert all(one.source and one.source_date for one in shipped())
-    assert all(one.price_date for one in shipped() if one.dollars_per_hour)
+    assert len(shipped_devices()) > 50 and len({one.name for one in shipped_devices()}) == len(
+        shipped_devices()
+    )
+    assert all(one.source and one.source_date for one in shipped_devices())
+    assert all(one.price_date for one in shipped_devices() if one.dollars_per_hour)
     prices = [one.dollars_per_hour or 0 for one in priced_gpus()]
     assert prices == sorted(prices) and priced_gpus()[0].kind == "gpu"
 
@@ -41,7 +43,7 @@ def test_a_user_s_device_replaces_the_shipped_one_of_its_name(
     (tmp_path / "crossover").mkdir()
     (tmp_path / "crossover" / "devices.toml").write_text(OWN)
     assert device_named("NVIDIA L4").source == "mine"
-    assert len(devices()) == len(shipped())
+    assert len(devices()) == len(shipped_devices())
 
 
 @pytest.mark.parametrize(

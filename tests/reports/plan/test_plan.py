@@ -11,7 +11,11 @@ from crossover.reports.devices.device_catalog import devices, priced_gpus
 from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, read_question
-from crossover.reports.plan.plan_machines import _measured, candidates_of, question_of_tables
+from crossover.reports.plan.plan_machines import (
+    _measured_candidate,
+    candidates_of,
+    question_of_tables,
+)
 from crossover.reports.render.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
@@ -26,7 +30,7 @@ def machine(
 ) -> Candidate:
     return Candidate(
         device=name,
-        kind=more.pop("kind", "predicted"),  # type: ignore[arg-type]
+        grade=more.pop("grade", "predicted"),  # type: ignore[arg-type]
         low=low,
         rate=rate,
         high=high,
@@ -35,7 +39,7 @@ def machine(
     )
 
 
-HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, kind="confirmed", watts=100.0)
+HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, grade="confirmed", watts=100.0)
 SMALL = machine("small", 2.0, 3.0, 4.0, 0.5)
 BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
 
@@ -83,7 +87,7 @@ def test_the_change_of_the_choice_lies_on_a_stair() -> None:
 def test_a_cpu_that_nobody_measured_is_perhaps_and_never_a_flat_no() -> None:
     made = make_plan(here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG])
     row = next(one for one in made.options if "Xeon" in one.machine)
-    assert (row.suffices, row.machines, row.dollars) == ("perhaps", None, None)
+    assert (row.certainty, row.machines, row.dollars) == ("perhaps", None, None)
     assert "perhaps: calibrate it" in as_text(made)
     assert made.choice is not None and made.choice.machine == "big"
 
@@ -185,13 +189,13 @@ def test_a_gpu_without_a_list_price_is_considered_at_yours(
 
 def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
     found = Capacity(state="not_confirmed", estimated_rate=1.0, low=0.8, high=1.25)
-    told = _measured("mine", found, None)
+    told = _measured_candidate("mine", found, None)
     assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
     assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
-    confirmed = _measured(
+    confirmed = _measured_candidate(
         "mine", Capacity(state="confirmed", confirmed_rate=0.6, low=0.7, estimated_rate=1.0), None
     )
-    assert (confirmed.low, confirmed.kind) == (0.6, "confirmed"), "as the report says, and no more"
+    assert (confirmed.low, confirmed.grade) == (0.6, "confirmed"), "as the report says, and no more"
 
 
 def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
