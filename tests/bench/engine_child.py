@@ -1,12 +1,12 @@
 """A backend in a process of its own, on cores of its own, without scheduler and HTTP: what a step
-costs, what its memory is, what it thinks of given tokens.
+costs, what memory it takes, and which probabilities it gives to tokens.
 
     backend, weight_format = engine("onnx:int8")
     with EngineChild(config_of("135m", backend, weight_format), cores=[0]) as child:
         child.facts["load_seconds"], child.ask("decode", rows=4, context=256, steps=64)
 
-What can be asked, and what it gives:
-  decode    `steps` greedy steps of `rows` rows that hold `context` tokens each -> seconds
+The jobs, and what they return:
+  decode    `steps` greedy steps of `rows` rows with `context` tokens each -> seconds
   fill      every slot to the end of its context, so the whole KV cache is touched -> memory
   quality   `ids` [sequences, tokens], one token a step, all sequences in one batch, against the
             logits in the file `reference` [sequences, tokens, vocabulary] -> KL and agreement
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def engine(text: str) -> tuple[str, str]:
-    """From "onnx:int4" to backend and format: the type of a command's argument."""
+    """Return backend and weight format of "onnx:int4"; used as the type of a command's argument."""
     backend, _, weight_format = text.partition(":")
     if not backend or not weight_format:
         raise argparse.ArgumentTypeError(
@@ -52,7 +52,7 @@ def engine(text: str) -> tuple[str, str]:
 
 
 def config_of(model: str, backend: str, weight_format: str, **more: Any) -> EngineConfig:
-    """What the engine is told; its weights are made where they are not there."""
+    """Return the configuration of the engine; its weights are made if they do not exist."""
     found = resolve(model, kind=spec_of(backend).weights or "hf", weight_format=weight_format)
     return engine_config(
         backend=backend,
@@ -65,10 +65,9 @@ def config_of(model: str, backend: str, weight_format: str, **more: Any) -> Engi
 
 
 class EngineChild:
-    """The process for as long as the block runs. `facts`: what it said once it had loaded: the
-    backend's info, load_seconds, memory before and after. Raises RuntimeError with the end of its
-    log where it dies.
-    """
+    """The engine's process, for as long as the block runs. `facts`: the backend's info,
+    load_seconds, memory before and after loading. Raises RuntimeError with the end of its log if it
+    dies."""
 
     def __init__(self, config: EngineConfig, cores: Sequence[int]) -> None:
         self._log = tempfile.TemporaryFile("w+")
@@ -92,7 +91,7 @@ class EngineChild:
             raise
 
     def ask(self, what: str, **job: Any) -> Any:
-        """What it gives for one job."""
+        """Return the result of one job."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": what, **job}) + "\n")
@@ -125,9 +124,8 @@ class EngineChild:
 
 
 def main() -> None:
-    """Loads, then answers a line of JSON with a line of JSON. What libraries print goes to standard
-    error.
-    """
+    """Load the engine, then answer each line of JSON with a line of JSON. What libraries print goes
+    to standard error."""
     wire = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -147,7 +145,7 @@ def main() -> None:
 
 
 def memory() -> dict[str, int]:
-    """This process now: resident bytes, and the most there ever were."""
+    """Return the resident bytes of this process now, and their maximum so far."""
     return {
         "rss_bytes": resident_bytes() or 0,
         "peak_rss_bytes": peak_resident_bytes(),
@@ -155,7 +153,7 @@ def memory() -> dict[str, int]:
 
 
 class Work:
-    """The jobs."""
+    """The jobs, as methods."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -182,7 +180,7 @@ class Work:
         return memory()
 
     def quality(self, ids: list[list[int]], reference: str) -> dict[str, float]:
-        """KL(reference || engine) in nats, and the share of equal greedy tokens."""
+        """Return KL(reference || engine) in nats, and the share of equal greedy tokens."""
         logits, tokens = np.load(reference, mmap_mode="r"), np.array(ids, np.int32)
         everything = Sampling(logprobs=self.backend.info.vocabulary)
         divergences, equal = [], []

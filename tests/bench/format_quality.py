@@ -3,12 +3,12 @@ engines serve it.
 
     python -m tests.bench.format_quality --model smollm2-135m-instruct onnx:int8 llama_cpp:Q8_0
 
-Reference: transformers in float32 over the model's weights (of SmolLM2's GGUF file: the floats
-that it stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded
-by its backend, and given the same 2,000 tokens of the corpus's prose, one token a step and all
-sequences in one batch. The log-probabilities that the engine reports are held against the reference
-at every position: rounding of activations, of the KV cache and by batch mates counts, as it does in
-service.
+The reference is transformers in float32 on the model's weights (for SmolLM2's GGUF file: the floats
+that it stands for). Every format is made from these weights (GGUF formats by llama.cpp's
+quantizer), loaded by its backend, and given the same 2,000 tokens of the corpus's prose, one token
+a step and all sequences in one batch. The log-probabilities that the engine reports are compared
+with the reference at every position. So the rounding of activations and of the KV cache, and the
+effect of the other sequences in the batch, count as they do in service.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Faults of a real engine on a GPU, over HTTP: what it is called, and how long nobody is served.
+"""Faults of a real engine on a GPU, over HTTP: how they are reported, and how long none serves.
 
     python -m tests.bench.gpu_faults --device gpu --model 8b --json FILE
 
-`crossover serve` with the engine placed by itself. While requests come at a fixed rate:
+`crossover serve` places the engine by itself. While requests are sent at a fixed rate:
   kill      the engine is killed (SIGKILL): the CPU may answer until the GPU's engine is back
   balloon   another process takes all of the GPU's memory, then the engine is killed: it must load
-            on the CPU, and go back when the balloon is gone
+            on the CPU, and return to the GPU when that memory is free again
 
-The table has of each fault its cause, the engine that served after it, and the seconds from the
+For each fault the table has its cause, the engine that served after it, and the seconds from the
 fault to the first answer of a request that was sent after it. On the CPU there is only `kill`.
 """
 
@@ -97,7 +97,7 @@ def serving(model: str, policy: str) -> Iterator[str]:
 
 
 def strike(url: str, fault: str, name: str = "") -> dict[str, Any]:
-    """Kill the engine, and ask until somebody answers."""
+    """Kill the engine, and send requests until one is answered."""
     answered(url)
     pid = engine_pid()
     os.kill(pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def strike(url: str, fault: str, name: str = "") -> dict[str, Any]:
 
 
 def returned(url: str) -> dict[str, Any]:
-    """How long until the GPU serves again once it has room."""
+    """Return how long it takes until the GPU serves again once it has memory."""
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_SECONDS:
         told = placement(url)
@@ -126,7 +126,7 @@ def returned(url: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def balloon() -> Iterator[None]:
-    """All of the GPU's memory but 64 MiB, held by another process as soon as it is free."""
+    """Have another process allocate all of the GPU's memory but 64 MiB, as soon as it is free."""
     process = subprocess.Popen([sys.executable, "-c", BALLOON], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -161,13 +161,12 @@ def placement(url: str) -> Any:
 
 
 def one_engine() -> bool:
-    """Whether the engine that was fallen back to has ended, so that the next fault strikes the
-    GPU's."""
+    """Whether the fallback's engine has ended, so that the next fault hits the GPU's engine."""
     return len(engine_pids()) == 1
 
 
 def engine_pid() -> int:
-    """The engine below this process."""
+    """Return the process id of the engine, a child of this process."""
     pids = engine_pids()
     if len(pids) != 1:
         raise SystemExit(f"{len(pids)} engine processes are there; one was expected")

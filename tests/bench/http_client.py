@@ -1,12 +1,12 @@
-"""The HTTP client of the benchmarks: one request is one write, its answer is read as it comes.
+"""The HTTP client of the benchmarks: one request is one write, its answer is read as it arrives.
 
     client = Client("127.0.0.1", 8000)
     outcome = await client.ask(post(prompt="x", max_tokens=8, stream=True))
 
-Plain asyncio streams and no HTTP library, so that the client costs little and the same for every
-server. Times are of the event loop's clock; they count from the moment a request was due. It speaks
-what OpenAI-like servers have in common: POST with "stream": true answered as chunked SSE, or a body
-with its length.
+It is plain asyncio streams without an HTTP library, so that the client costs little and the same
+for every server. Times are those of the event loop's clock; latencies count from the scheduled time
+of a request. It speaks what OpenAI-like servers have in common: POST with "stream": true answered
+as chunked SSE, or a body with its length.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Client:
         self._idle: list[Streams] = []
 
     async def ask(self, data: bytes, due: float | None = None) -> Outcome:
-        """One request to its end; an error of the connection is the outcome's `error`."""
+        """Send one request and read it to its end; an error of the connection is in the outcome's
+        `error`."""
         loop = asyncio.get_running_loop()
         outcome = Outcome(loop.time() if due is None else due)
         reader, writer = streams = await self._connection()
@@ -125,7 +126,7 @@ class Client:
             raise
 
     async def _read(self, reader: asyncio.StreamReader, outcome: Outcome) -> bool:
-        """The answer into `outcome`; whether the connection may be used again."""
+        """Read the answer into `outcome`. Return whether the connection may be used again."""
         status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         outcome.status = int(status.split()[1])
         headers = dict(line.lower().split(": ", 1) for line in lines if line)
@@ -252,9 +253,8 @@ def closed_loop(
 
 
 def made(outcome: Outcome, asked: int) -> int:
-    """The tokens of an answer: as the server counts them; else all that were asked for, where it
-    says that the length ended it; else one for each chunk, which is the least there can be.
-    """
+    """Return the tokens of an answer: as the server counts them; otherwise all that were requested,
+    if the server says that the length ended it; otherwise one for each chunk, the minimum."""
     if outcome.tokens is not None:
         return outcome.tokens
     return asked if outcome.finish == "length" else len(outcome.chunks)

@@ -1,9 +1,10 @@
-"""Servers whose capacity is known, on a simulated clock: what a campaign is held against.
+"""Servers whose capacity is known, on a simulated clock. Campaigns are measured against them.
 
     world = worlds()["135M on a CPU"]
-    world.capacity()                      # requests/s, by the long-run share of good requests
+    world.capacity()                      # requests/s, by the long-run SLO attainment
 
-Sixteen were there when the way of a cell was chosen; nobody tuned anything on the last four.
+Sixteen of them existed when the order of measurements in a cell was chosen; nothing was tuned on
+the last four.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Speed = Callable[[float], float]  # by which steps are quicker at a moment
 
 @dataclass(frozen=True)
 class World:
-    """A server with its load. `low`..`high`: rates between which the capacity is."""
+    """A server with its load. The capacity lies between the rates `low` and `high`."""
 
     name: str
     slo: Slo
@@ -64,7 +65,7 @@ class World:
     spec: ModelSpec | None = None  # of a mixture of experts; None: of a dense model
 
     def share(self, rate: float, start: int = 1) -> float:
-        """The long-run share of good requests."""
+        """Return the long-run SLO attainment at a rate."""
         if self.workload.has_sessions:
             return self._share_of_turns(rate, start)
         due = due_times(self.arrivals, rate, self.long_run / rate, 99)
@@ -81,7 +82,7 @@ class World:
         return float(good[len(good) // 50 :].mean())
 
     def _share_of_turns(self, rate: float, start: int) -> float:
-        """The long-run share of good turns of conversations, behind their beginning."""
+        """Return the long-run SLO attainment of turns of conversations, after a warm-up."""
         seconds = self.long_run / rate
         begins = due_times(self.arrivals, rate / mean_turns_of(self.workload), seconds, 99).tolist()
         sessions = draw_sessions(self.workload, len(begins), 99)
@@ -93,7 +94,7 @@ class World:
 
     @functools.cache  # noqa: B019
     def capacity(self, start: int = 1) -> float:
-        """The rate at which the long-run share of good requests is the target, by bisection."""
+        """Return the rate at which the long-run SLO attainment equals the target, by bisection."""
         low, high = self.low, self.high
         for _ in range(9):
             middle = math.sqrt(low * high)
@@ -102,9 +103,8 @@ class World:
         return math.sqrt(low * high)
 
     def met(self, begin: float, end: float, start: int) -> float:
-        """The capacity of its machine of that start, if that went through these moments again and
-        again: what a campaign could know.
-        """
+        """Return the capacity that the world would have if the machine, as it was started, went
+        through these moments again and again. A campaign can know no more than that."""
         if (speed := self.speed) is None:
             return self.capacity(start if self.start_spread else 1)
         serving = batching(SLOW360, speed=lambda at: speed(begin + at % (end - begin)))
@@ -112,14 +112,14 @@ class World:
 
 
 def step_times(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
-    """A step-time model in milliseconds."""
+    """Return a step-time model from its coefficients in milliseconds."""
     return lambda rows, tokens, held, passes: (
         (base + row * rows + prompt * tokens + context * held) / 1e3
     )
 
 
 def staircase(base: float, row: float, prompt: float) -> Steps:
-    """Rows cost in pairs: 3 rows cost what 4 do."""
+    """Return step times in which rows cost in pairs: 3 rows cost as much as 4."""
     return lambda rows, tokens, held, passes: (
         (base + row * (rows if rows <= 2 else 2 * math.ceil(rows / 2)) + prompt * tokens) / 1e3
     )
@@ -214,12 +214,13 @@ class Flawed:
 
 
 def breathing(period: float = 900.0, depth: float = 0.2) -> Speed:
-    """Goes up and down."""
+    """Return a speed that goes up and down."""
     return lambda at: 1.0 + depth * math.sin(2 * math.pi * at / period)
 
 
 def halting(share: float = 0.1, each: float = 60.0, slowed: float = 0.5, seed: int = 5) -> Speed:
-    """Slowed down for `share` of the time, `each` seconds at a time, at random moments."""
+    """Return a speed that is slow for `share` of the time, in stretches of `each` seconds that
+    begin at random moments."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum(rng.exponential(each * (1 - share) / share, 60_000) + each) - each
 
@@ -231,7 +232,7 @@ def halting(share: float = 0.1, each: float = 60.0, slowed: float = 0.5, seed: i
 
 
 def lost(speed: Speed) -> Callable[[float, float], float]:
-    """What a slower machine lost between two moments, in seconds."""
+    """Return the seconds that a slower machine lost between two moments."""
     return lambda start, end: (
         (end - start) * (1 - float(np.mean([speed(at) for at in np.linspace(start, end, 60)])))
     )
@@ -271,7 +272,7 @@ TALK = Workload(
 
 @functools.cache
 def worlds() -> dict[str, World]:
-    """By name, in the order of the table."""
+    """Return the worlds by name, in the order of the table."""
     short, middle = chat(40, 16), chat(512, 64)
     sixteen = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
     batched = step_times(20, 3, 0.5, 2e-4)

@@ -1,13 +1,12 @@
-"""The constants of the step-time model way, chosen on recorded runs; half of the cells are held
-out.
+"""The constants of the step-time model, chosen on recorded runs; half of the cells are held out.
 
     python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
 
-Of every cell with a calibration and levels near its limit: the step-time model by
-crossover.loadtests.capacity out of the recorded stamps, the capacity simulated from it (before any
-level, and after each level alone), and the truth: the factor on all step times at which the other
-levels, simulated with their own arrivals and lengths, have as many good requests together as were
-measured.
+For each cell that has a calibration and levels near its capacity it computes three things: the
+step-time model that crossover.loadtests.capacity fits to the recorded timestamps; the capacity
+simulated from it, before any level and with the factor of each single level; and the truth. The
+truth is the factor on all step times at which the other levels, simulated with their own arrivals
+and lengths, have together as many requests that meet the SLO as were measured.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ MIN_REQUESTS = 200  # of a cell; 40 of a level
 
 
 class Cell(msgspec.Struct):
-    """What was recorded of one."""
+    """What was recorded of one cell."""
 
     name: str
     slo: Slo
@@ -68,7 +67,7 @@ class Cell(msgspec.Struct):
 
 
 def cells_in(path: Path) -> Iterable[Cell]:
-    """Those of one archive with a calibration."""
+    """Yield the cells of one archive that have a calibration."""
     files: dict[str, list[bytes]] = {}
     with tarfile.open(path) as archive:
         for member in archive:
@@ -115,7 +114,8 @@ def cells_in(path: Path) -> Iterable[Cell]:
 
 
 def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRecord]) -> Level:
-    """Its requests count from the start to where all that were due could end."""
+    """Return a level whose requests count from its start to the moment at which all scheduled ones
+    could have ended."""
     warm_up = begun.get("warmup_seconds") or 0.0
     end = warm_up + (ended.get("window_seconds") or 60.0)
     end = min(end, max((r.scheduled_seconds for r in records), default=0.0))
@@ -137,7 +137,7 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
 
 
 def step_times_of(cell: Cell) -> StepTimeModel:
-    """As a calibration makes it."""
+    """Return the step-time model that a calibration fits."""
     seen: list[StepObservation] = []
     for level in (*cell.alone, *cell.bursts):
         seen += merged_steps(observed_steps(level, cell.policy.slots)[0])
@@ -145,7 +145,8 @@ def step_times_of(cell: Cell) -> StepTimeModel:
 
 
 def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) -> float:
-    """At which the simulated levels have as many good requests as were measured."""
+    """Return the factor on step times at which as many requests of the simulated levels meet the
+    SLO as were measured."""
     seen = sum(int(one.good(cell.slo)[one.counted].sum()) for one in levels)
 
     def good(factor: float) -> int:
@@ -165,7 +166,7 @@ def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) 
 
 
 def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
-    """Prompt, output and cached tokens of a level's requests."""
+    """Return the prompt, output and cached tokens of a level's requests."""
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
@@ -176,13 +177,14 @@ def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
 
 
 def is_near(level: Level, slo: Slo, least: int) -> bool:
-    """Its share of good requests tells where the limit is."""
+    """Whether a level is near the capacity, so that its SLO attainment tells where that is."""
     good = level.good(slo)[level.counted]
     return len(good) >= least and NEAR[0] < good.mean() < NEAR[1]
 
 
 def figures(path: Path) -> list[dict[str, Any]]:
-    """One dict a cell: the first estimate, the truth, and of each level what it makes of it."""
+    """Return one dict for each cell: the first estimate, the truth, and the estimate with each
+    level."""
     found = []
     for cell in cells_in(path):
         counted = sum(int(one.counted.sum()) for one in cell.levels)
@@ -223,9 +225,9 @@ def figures(path: Path) -> list[dict[str, Any]]:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """What every second cell chooses, and how it does on the others. Errors are of ln(simulated /
-    true), over the steepness; levels of which more than 3 % was taken are left out.
-    """
+    """Print what every second cell chooses, and how well it describes the others. Errors are of
+    ln(simulated / true), divided by the steepness. Levels of which other processes took more than 3
+    % are left out."""
     lines = [
         "| cells | n | steps under load over law (median) | calibration x 1.05: rms, within 90 % "
         "| levels, of that limit | n | rms by steps | rms by TPOT | with the calibration: rms, "
@@ -256,9 +258,8 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def _near(cell: dict[str, Any], low: float, high: float) -> list[dict[str, Any]]:
-    """Its quiet levels between these parts of the limit that the calibration says: a campaign puts
-    its first one by that.
-    """
+    """Return the undisturbed levels of a cell whose rates lie between these multiples of the
+    calibration's estimate. A campaign chooses the rate of its first level by that estimate."""
     limit = cell["first"] / LOADED ** cell["steep"]
     rows = [row for row in cell["levels"] if row["taken"] <= 0.03]
     return [row for row in rows if low <= row["rate"] / limit < high]
@@ -269,7 +270,8 @@ def _error(row: dict[str, Any], how: str) -> float:
 
 
 def _with_calibration(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """The error of these levels by steps with the calibration, and what it is expected to be."""
+    """Return the error of these levels' factor together with the calibration, and its expected
+    size."""
     factor, counts = common_factor([row["steps_factor"] for row in rows])
     each = [_error(row, "steps") + math.log(row["steps_factor"]) for row in rows]
     return float(np.mean(each)) - math.log(factor), sd_of(counts)

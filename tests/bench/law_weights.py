@@ -1,9 +1,10 @@
-"""What the step-time model says of long prompts, by how its errors are weighed.
+"""How well the step-time model predicts long prompts, by how errors are weighed in its fit.
 
     python -m tests.bench.law_weights RUN...
 
-Of each cell the step-time model of its calibration, by squared relative errors and by those over
-seconds (as `fit_step_times`), and seconds observed over those of the model in its levels.
+For each cell, the model is fitted to the calibration in two ways: by squared relative errors, and
+by squared errors over seconds (as `fit_step_times` does). Printed is observed over predicted
+seconds in the cell's levels.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ LONG = 100
 
 
 def steps_of(levels: Sequence[Level], slots: int = 0) -> list[StepObservation]:
-    """Their steps; `slots` 0: all of a burst at once."""
+    """Return the steps of levels. `slots` 0: as many as the level has requests, as for a burst."""
     told = (one for one in levels if len(one.chunks) and one.counts)
     return [x for one in told for x in merged_steps(observed_steps(one, slots or len(one.due))[0])]
 
 
 def by_relative_errors(seen: Sequence[StepObservation]) -> StepTimeModel:
-    """Each observation scaled to last a second: then seconds and shares are the same."""
+    """Return the fit by relative errors: with every observation scaled to last one second, errors
+    over seconds are relative errors."""
     names = StepObservation.__struct_fields__
     scaled = [{n: getattr(one, n) / one.seconds for n in names} for one in seen]
     return fit_step_times([msgspec.convert(one, StepObservation) for one in scaled])

@@ -1,8 +1,8 @@
-"""What side-by-side benchmarks have in common: a parser, the ratios of pairs, and the
+"""What side-by-side benchmarks have in common: a parser, the ratios of pairs, and the facts of the
 machine they ran on.
 
 The speed of a machine changes from minute to minute. So contestants take turns within one run, and
-what is reported is the median over rounds, and the median of the ratios round by round: a slow
+the reported figures are the median over rounds, and the median of the ratios round by round: a slow
 minute falls on both sides of a pair. Figures are plain numbers by name; None where a run could not
 measure one.
 """
@@ -22,19 +22,19 @@ Figures = dict[str, float | None]
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A benchmark's own: its help is this text as it stands."""
+    """Return a benchmark's argument parser, whose help is this text as it stands."""
     kind = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=text, formatter_class=kind)
 
 
 def ratios(ours: Sequence[Figures], theirs: Sequence[Figures], key: str) -> list[float]:
-    """ours / theirs of each round that measured both."""
+    """Return ours / theirs for each round that measured both."""
     pairs = ((a.get(key), b.get(key)) for a, b in zip(ours, theirs, strict=True))
     return [a / b for a, b in pairs if a is not None and b]
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Facts of this machine and versions of `packages`."""
+    """Return facts of this machine and versions of `packages`."""
     facts = hardware_facts()
     load = Path("/proc/loadavg")
     return {
@@ -53,5 +53,5 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def machine_line(facts: Mapping[str, Any]) -> str:
-    """The facts as one line."""
+    """Return the facts as one line."""
     return "; ".join(f"{key} {value}" for key, value in facts.items() if value not in (None, ""))

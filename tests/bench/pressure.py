@@ -1,24 +1,25 @@
-"""A server under pressure: what holds when more is asked than it can do, at its end, and for hours?
+"""A server under pressure: does it keep its promises when it gets more requests than it can serve,
+when it is stopped, and over hours?
 
     python -m tests.bench.pressure                           # every part, some 20 minutes
     python -m tests.bench.pressure overload soak --seconds 600 --backend llama_cpp
 
-Every part has a server of its own (engine on --engine-cores; HTTP side and this client on
---api-cores, so that what a refusal costs is paid by whoever serves the others):
+Every part has a server of its own. The engine runs on --engine-cores; HTTP and this client run on
+--api-cores, so that refusals cost those who serve the other requests:
 
-  overload  capacity by a closed loop, then Poisson arrivals at 1, 2, 5 and 10 times that; who is
-            refused goes away. Goodput: answers a second that are complete and whose first token
-            came within the SLO, counted from the moment the request was due
+  overload  capacity by a closed loop, then Poisson arrivals at 1, 2, 5 and 10 times that; refused
+            requests are not sent again. Goodput: answers per second that are complete and whose
+            TTFT, counted from the scheduled time, meets the limit
   drain     SIGTERM with 16 answers in flight and 50 idle connections: all are finished, later
-            requests get a 503 with the code "draining", exit status 0
-  twice     a second SIGTERM during the drain: everything is cut off now, status 1
-  crowd     2,000 streams at the same time, a slot for each
-  leavers   10,000 requests, 30 % of the clients leave at a random moment
-  soak      everything that a server meets for --seconds: each answer has the status that its
-            request deserves, and memory does not grow
+            requests get a 503 with the code "draining", and the exit status is 0
+  twice     a second SIGTERM during the drain: everything is cut off at once, exit status 1
+  crowd     2,000 streams at the same time, with a slot for each
+  leavers   10,000 requests; 30 % of the clients disconnect at a random moment
+  soak      a mixture of all kinds of requests for --seconds: each answer has the status that its
+            request should get, and memory does not grow
 
-After crowd, leavers and soak, with nothing in flight, descriptors and threads must be what
-they were before. The exit status is 1 where a part missed what was asked of it.
+After crowd, leavers and soak, with nothing in flight, the server must have as many file descriptors
+and threads as before. The exit status is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ async def numbers(client: Client) -> dict[str, float]:
 
 
 async def at_rest(server: Server, client: Client) -> dict[str, float]:
-    """What the server holds once nothing is in flight. Raises RuntimeError after 90 s."""
+    """Return what the server uses once nothing is in flight. Raises RuntimeError after 90 s."""
     until = time.monotonic() + 90
     while True:
         found = await numbers(client)
@@ -150,7 +151,7 @@ def private_bytes(pid: int) -> int:
 async def open_loop(
     client: Client, rate: float, seconds: float, body: Callable[[], bytes], seed: int
 ) -> list[Outcome]:
-    """Requests at Poisson times, all of them ended."""
+    """Send requests at Poisson times and return their outcomes once all have ended."""
     loop = asyncio.get_running_loop()
     dues = due_times(Poisson(), rate, seconds, seed)
     bodies = [body() for _ in dues]
@@ -169,7 +170,7 @@ def short_answer() -> bytes:
 
 
 async def capacity_of(client: Client, streams: int, seconds: float) -> float:
-    """Requests a second that a closed loop finishes, the first third not counted."""
+    """Return the requests per second that a closed loop finishes, without its first third."""
     loop = asyncio.get_running_loop()
     start, ends = loop.time(), list[float]()
 
@@ -186,7 +187,7 @@ async def capacity_of(client: Client, streams: int, seconds: float) -> float:
 
 
 async def level(client: Client, rate: float, seconds: float) -> Found:
-    """One open-loop level of the overload; rates a second, times in seconds."""
+    """Run one open-loop level of the overload. Rates are per second, times in seconds."""
     before = asyncio.get_running_loop().time()
     outcomes = await open_loop(client, rate, seconds, short_answer, int(rate * 10))
     # While the queue fills, more is let in than can be done; what ends after that is counted.
@@ -233,7 +234,7 @@ async def overload(server: Server, asked: argparse.Namespace) -> Found:
 
 
 async def ending(server: Server, tokens: int, twice: bool) -> Found:
-    """Fill the server, then SIGTERM; a second one half a second later where `twice`."""
+    """Fill the server, then send SIGTERM; with `twice`, a second one half a second later."""
     loop = asyncio.get_running_loop()
     client, fresh = Client("127.0.0.1", server.port), Client("127.0.0.1", server.port, keep=False)
     await asyncio.gather(*(client.ask(post(prompt="x", max_tokens=1)) for _ in range(50)))
@@ -251,10 +252,10 @@ async def ending(server: Server, tokens: int, twice: bool) -> Found:
     late: Counter[str] = Counter()
 
     async def come_late() -> None:
-        """Requests after the signal, on kept connections and new ones, until nobody listens.
+        """Send requests after the signal, on kept and on new connections, until nobody listens.
 
-        A connection that closes between the decision to use it and its first byte is nobody's
-        fault: "too late".
+        If a connection closes between the decision to use it and its first byte, the outcome is
+        "too late", which is no fault of the server.
         """
         while server.child.poll() is None:
             await asyncio.sleep(0.05)
@@ -296,7 +297,8 @@ async def twice(server: Server, asked: argparse.Namespace) -> Found:
 
 
 async def first_request(server: Server, client: Client) -> dict[str, float]:
-    """What the server holds at rest, after a request: what is made once is made."""
+    """Send a request and return what the server uses at rest afterwards, so that what is allocated
+    once is allocated."""
     await client.ask(post(prompt="x", max_tokens=2, stream=True, logprobs=1, seed=1))
     return await at_rest(server, client)
 
@@ -499,7 +501,7 @@ PARTS: dict[str, tuple[Part, float, int, str]] = {
 
 
 def measure(part: str, asked: argparse.Namespace, **sizes: Any) -> Found:
-    """One part on a server of its own."""
+    """Run one part on a server of its own."""
     work, step_seconds, slots, words = PARTS[part]
     context = 512 if part == "crowd" else 1024
     common = f"--slots {slots} --context {context} {words}".split()

@@ -1,15 +1,15 @@
-"""How near `crossover quick` comes to the capacity of servers whose capacity is known, on a
-simulated clock: the campaign that it runs, its calibration, its estimate.
+"""How near `crossover quick` comes to the capacity of servers whose capacity is known. Campaign,
+calibration and estimate run on a simulated clock.
 
     python -m tests.bench.quick_accuracy --runs 4
 
 A row is a world of tests/bench/known_worlds.py: its capacity; the median of estimate / truth; how
-many runs are within 25 %; how many intervals contain the truth; the median seconds that measuring
-took. The server says its slots, as Crossover and llama-server do; with `--unsaid` bursts find them,
-which on slow servers takes longer than the time there is. Worlds whose speed wanders are left out:
-90 seconds cannot see it. So are those that stand for what has no step times (several
-tokens a chunk, a plain queue): there `quick` says that it cannot tell. The last lines are the
-criteria.
+many runs are within 25 %; how many intervals contain the truth; the median seconds of measuring.
+The server reports its slots, as Crossover and llama-server do. With `--unsaid` it does not, and
+bursts find them, which on slow servers takes more time than there is. Worlds whose speed wanders
+are left out, because 90 seconds cannot show it. So are worlds whose step times cannot be seen
+(several tokens a chunk, a plain queue): there `quick` says that it gives no estimate. The last
+lines are the criteria.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WITHOUT_STEPS = ("4 slots of 0.51 s", "new: 4 tokens a chunk")
 
 
 class End(msgspec.Struct, frozen=True):
-    """What a run said of a world."""
+    """The outcome of a run in a world."""
 
     found: Capacity
     truth: float  # requests/s
@@ -49,7 +49,7 @@ class End(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Estimate over truth; nan: no estimate."""
+        """Return estimate over truth; nan: no estimate."""
         return (self.found.estimated_rate or math.nan) / self.truth
 
     @property
@@ -77,7 +77,7 @@ def plan_of(world: World, seed: int) -> Plan:
 
 
 def run_once(name: str, seed: int, says_slots: bool) -> End:
-    """One run of `quick` in a world."""
+    """Run `quick` once in a world."""
     world = worlds()[name]
     simulated = Simulated(
         serving=lambda s, at, start: world.serving(s, at, 100 * seed + start),
@@ -95,7 +95,7 @@ def run_once(name: str, seed: int, says_slots: bool) -> End:
 
 
 def has_truth(world: World) -> bool:
-    """Whether `quick` can be held to a world's capacity."""
+    """Whether the estimate of `quick` can be compared with a world's capacity."""
     is_steady = world.is_stationary and world.speed is None and not world.start_spread
     return is_steady and world.has_capacity and world.name not in WITHOUT_STEPS
 
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def row_of(ends: list[End]) -> tuple[str, ...]:
-    """The figures of a world."""
+    """Return the figures of a world."""
     told = [end for end in ends if end.found.estimated_rate]
     return (
         f"{ends[0].truth:.4f}",
@@ -143,7 +143,7 @@ def row_of(ends: list[End]) -> tuple[str, ...]:
 
 
 def criteria(by_world: dict[str, list[End]]) -> list[str]:
-    """Each criterion: asked, found, met or not."""
+    """Return a line for each criterion: what is required, what was found, whether it is met."""
     told = {
         name: [end for end in ends if end.found.estimated_rate] for name, ends in by_world.items()
     }

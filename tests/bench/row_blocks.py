@@ -1,13 +1,12 @@
-"""Would the step-time model be better if it knew that kernels take rows in blocks? On recorded
-runs.
+"""Would the step-time model be better if it knew that kernels take rows in blocks? (Recorded runs)
 
     python -m tests.bench.row_blocks tests/bench/runs/*.tar.xz
 
-llama.cpp's dense 4-bit kernels take 16 or 4 rows at a time, so that the time of a step is no
-straight line in its rows. Each candidate adds numbers to the step-time model's five, fitted by the
-same least squares to the single streams and bursts of a cell. It is held against the steps of the
-cell's levels: the root mean square of relative errors after the level's factor (weighed by
-seconds), and the standard deviation, over the cells, of ln(factor).
+llama.cpp's dense 4-bit kernels take 16 or 4 rows at a time, so the time of a step is not linear in
+its rows. Each candidate adds coefficients to the five of the step-time model. It is fitted by the
+same least squares to the single streams and bursts of a cell, and compared with the steps of the
+cell's levels: by the root mean square of relative errors after the level's factor (weighed by
+seconds), and by the standard deviation, over the cells, of ln(factor).
 """
 
 from __future__ import annotations

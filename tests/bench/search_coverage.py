@@ -1,14 +1,15 @@
-"""How often a campaign's interval covers the capacity, on worlds whose capacity is known, on a
-simulated clock: the whole runner, with journal, budget and waiting for a quiet machine.
+"""How often the interval of a campaign contains the capacity, in worlds whose capacity is known.
+The whole runner (journal, budget, waiting for a quiet machine) runs on a simulated clock.
 
     python -m tests.bench.search_coverage --runs 24
 
-A row is a world: its capacity; how many intervals with two ends cover it; runs that confirmed more
-than 1.05 times the truth; that said "not even alone"; that confirmed a rate at all; medians of
-held / truth, of limit / truth, of the interval's ends' ratio, of levels and of seconds measured. A
-star marks what misses its criterion. The last lines are the criteria. Where the speed wanders, an
-interval is held to two truths: that of the long run, and that of the minutes (and the start of the
-server) that the campaign measured, as if they came again and again.
+A row is a world: its capacity; how many intervals with two ends contain it; how many runs confirmed
+a rate above 1.05 times the truth; how many found that the SLO is missed unloaded; how many
+confirmed a rate; then medians: confirmed rate / truth, estimated capacity / truth, high / low end
+of the interval, number of levels, seconds of measuring. A star marks a missed criterion. The last
+lines are the criteria. In worlds whose speed wanders, an interval is compared with two truths: that
+of the long run, and that of the minutes (and the start of the server) that the campaign measured,
+as if they came again and again.
 """
 
 from __future__ import annotations
@@ -35,10 +36,19 @@ from tests.bench.known_worlds import STARTS, World, worlds
 from tests.bench.paired import parser_of
 from tests.loadtests.campaign.simulated import Simulated, with_experts
 
+# Columns after the name of the world and its capacity (see the module's docstring).
 HEADS = (
-    *("covers", "held>1.05", "not alone", "confirmed"),
-    *("held/truth", "limit/truth", "high/low", "levels", "seconds"),
+    "covers",
+    "conf.>1.05",
+    "unloaded",
+    "confirmed",
+    "conf./truth",
+    "est./truth",
+    "high/low",
+    "levels",
+    "seconds",
 )
+# The criteria: shares, and the ratio of an interval's ends.
 COVERED, COVERED_OVER_ALL, MAX_ABOVE, MAX_FALSE, MAX_RATIO = 0.85, 0.90, 0.02, 0.02, 1.5
 
 
@@ -47,25 +57,29 @@ class End:
     """A campaign of one cell that has ended."""
 
     found: Capacity
-    truth: float  # requests/s; 0.0: nothing holds
-    met: float  # the truth of the minutes that were measured
+    truth: float  # capacity in the long run, requests/s; 0.0: no rate meets the SLO
+    truth_of_minutes: float  # capacity of the minutes that were measured, requests/s
     levels: int
-    seconds: float
-    is_disturbed: bool  # it said so: the machine's speed moved, or was never quiet
+    seconds: float  # of measuring
+    is_disturbed: bool  # it reported that the speed changed, or that the machine was never quiet
 
     @property
     def is_finite(self) -> bool:
+        """Whether the interval has two ends."""
         return bool(self.found.low and self.found.high)
 
-    def holds(self, truth: float) -> bool:
+    def contains(self, truth: float) -> bool:
+        """Whether the interval contains a capacity."""
         return (self.found.low or 0.0) <= truth <= (self.found.high or math.inf)
 
     @property
     def covers(self) -> bool:
-        return self.holds(self.truth)
+        """Whether the interval contains the capacity in the long run."""
+        return self.contains(self.truth)
 
     @property
-    def is_held_above(self) -> bool:
+    def is_confirmed_above(self) -> bool:
+        """Whether the confirmed rate is more than 5 % above the capacity."""
         return bool(self.found.confirmed_rate and self.found.confirmed_rate > 1.05 * self.truth)
 
 
@@ -83,7 +97,7 @@ def plan_of(world: World, seed: int) -> Plan:
 
 
 def one(name: str, seed: int) -> End:
-    """A campaign: what it found, its levels, and the seconds it would have taken."""
+    """Run one campaign in a world and return its outcome."""
     world = worlds()[name]
     rng = np.random.default_rng(seed)
     simulated = Simulated(
@@ -97,17 +111,23 @@ def one(name: str, seed: int) -> End:
         os.environ["XDG_RUNTIME_DIR"] = out  # a machine of its own, to the machine's lock
         run = read_records(simulated.run(plan_of(world, seed), Path(out)))
         (ended,) = of_kind(run.events, CellFinished)
-    truth = met = 0.0
+    truth = truth_of_minutes = 0.0
     if world.has_capacity:
         truth = world.capacity(100 * seed + STARTS if world.start_spread else 1)
-        met = world.met(began, simulated.now, 100 * seed + 1)
-    said = ended.capacity.speed_moved is not None or "never quiet" in simulated.said.getvalue()
-    levels = len(of_kind(run.events, LevelFinished))
-    return End(ended.capacity, truth, met, levels, simulated.now - began, said)
+        truth_of_minutes = world.met(began, simulated.now, 100 * seed + 1)
+    was_never_quiet = "never quiet" in simulated.said.getvalue()
+    return End(
+        ended.capacity,
+        truth,
+        truth_of_minutes,
+        levels=len(of_kind(run.events, LevelFinished)),
+        seconds=simulated.now - began,
+        is_disturbed=ended.capacity.speed_moved is not None or was_never_quiet,
+    )
 
 
 def share(marks: Iterable[bool]) -> float:
-    """Of those that are true; nan of none."""
+    """Return the share of marks that are true; nan: there is no mark."""
     found = list(marks)
     return sum(found) / len(found) if found else math.nan
 
@@ -117,10 +137,10 @@ def median(values: Iterable[float]) -> float:
 
 
 def row(world: World, ends: list[End]) -> list[str]:
-    """The figures of a world as text."""
+    """Return the figures of a world as text, in the order of HEADS."""
     finite = [end for end in ends if end.is_finite]
     covered = [end.covers or (not world.is_stationary and end.is_disturbed) for end in finite]
-    above = sum(end.is_held_above for end in ends)
+    above = sum(end.is_confirmed_above for end in ends)
     nowhere = sum(end.found.state == "misses_slo_unloaded" for end in ends)
     real = world.has_capacity
     marks = (
@@ -144,7 +164,7 @@ def row(world: World, ends: list[End]) -> list[str]:
 
 
 def criteria(by_world: dict[str, list[End]]) -> list[str]:
-    """Each criterion: asked, found, met or not."""
+    """Return a line for each criterion: what is required, what was found, whether it is met."""
     known = worlds()
     real = {name: ends for name, ends in by_world.items() if known[name].has_capacity}
     ends = [end for own in real.values() for end in own]
@@ -158,25 +178,33 @@ def criteria(by_world: dict[str, list[End]]) -> list[str]:
     moving = [end for name in wandering for end in real[name] if end.is_finite]
     worst = min(steady, key=lambda name: steady[name], default="")
 
-    def said(what: str, asked: str, found: float, is_met: bool, where: str = "") -> str:
-        word = "not measured" if math.isnan(found) else "met" if is_met else "NOT MET"
-        return f"{what}: asked {asked}, found {found:.3g}{f' ({where})' if where else ''}: {word}"
+    def line(what: str, required: str, found: float, is_met: bool, where: str = "") -> str:
+        verdict = "met" if is_met else "NOT MET"
+        if math.isnan(found):
+            verdict = "not measured"
+        place = f" ({where})" if where else ""
+        return f"{what}: required {required}, found {found:.3g}{place}: {verdict}"
 
     over_all = share(end.covers for end in ends if end.is_finite)
     least = steady.get(worst, math.nan)
-    above = share(end.is_held_above for end in ends if end.found.is_confirmed)
+    above = share(end.is_confirmed_above for end in ends if end.found.is_confirmed)
     false = share(bool(end.found.confirmed_rate) for end in nothing)
     ratio = median((e.found.high or 0) / (e.found.low or 1) for e in ends if e.is_finite)
     long_run = share(end.covers or end.is_disturbed for end in moving)
-    minutes = share(end.holds(end.met) or end.is_disturbed for end in moving)
+    minutes = share(end.contains(end.truth_of_minutes) or end.is_disturbed for end in moving)
     return [
-        said("intervals cover, over all", ">= 0.90", over_all, over_all >= COVERED_OVER_ALL),
-        said("intervals cover, least steady world", ">= 0.85", least, least >= COVERED, worst),
-        said("wandering, minutes measured: cover or say", ">= 0.85", minutes, minutes >= COVERED),
-        said("wandering, long run: cover or say", ">= 0.85", long_run, long_run >= COVERED),
-        said("confirmed rates above 1.05 x the truth", "<= 0.02", above, above <= MAX_ABOVE),
-        said("confirmed where nothing holds", "<= 0.02", false, false <= MAX_FALSE),
-        said("median ratio of the interval's ends", "<= 1.5", ratio, ratio <= MAX_RATIO),
+        line("intervals cover, over all", ">= 0.90", over_all, over_all >= COVERED_OVER_ALL),
+        line("intervals cover, least steady world", ">= 0.85", least, least >= COVERED, worst),
+        line(
+            "wandering, minutes measured: cover or report it",
+            ">= 0.85",
+            minutes,
+            minutes >= COVERED,
+        ),
+        line("wandering, long run: cover or report it", ">= 0.85", long_run, long_run >= COVERED),
+        line("confirmed rates above 1.05 x the truth", "<= 0.02", above, above <= MAX_ABOVE),
+        line("confirmed where no rate meets the SLO", "<= 0.02", false, false <= MAX_FALSE),
+        line("median ratio of the interval's ends", "<= 1.5", ratio, ratio <= MAX_RATIO),
     ]
 
 

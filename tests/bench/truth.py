@@ -1,15 +1,18 @@
-"""What a campaign says after three minutes, against a quarter of an hour of levels near the limit.
+"""The estimate of a campaign of three minutes, against 15 minutes of levels near the capacity.
 
     python -m tests.bench.truth CAMPAIGN.toml [--minutes 3] [--level-seconds 300] [--out runs/truth]
     python -m tests.bench.truth --read RUN_A LEVELS_A... [--read RUN_B LEVELS_B... ]
 
 For each cell of the campaign, on a quiet machine: first a campaign of so many minutes, then levels
-at 0.85, 1 and 1.15 of its estimate, each so long, on new starts with new seeds; and higher ones as
-long as every level meets the target, since these bound the truth from below alone. The truth is the
-factor on all step times at which those levels, simulated with their own arrivals and lengths, have
-together as many good requests as were measured; then the long-run rate for the target. Beside it
-stands the plain reading of the levels: where a straight line through their shares against ln(rate)
-meets the target. A row is a cell; the last lines are the criteria.
+at 0.85, 1 and 1.15 of its estimate, each so long, on new starts with new seeds. If every level
+meets the target, higher ones follow, since levels that meet it bound the truth from below only.
+
+The truth is found in two steps. First the factor on all step times is found at which those levels,
+simulated with their own arrivals and lengths, have together as many requests that meet the SLO as
+were measured. Then the rate is simulated at which the long-run SLO attainment with that factor
+equals the target. Beside it stands the plain reading of the levels: where a straight line through
+their SLO attainment against ln(rate) meets the target. A row is a cell; the last lines are the
+criteria.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ WITHIN = 0.15
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell."""
+    """The figures of one cell."""
 
     cell: str
     found: Capacity  # after the first minutes
@@ -70,7 +73,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def only(plan: Plan, cell: Cell, budget_seconds: float | None = None, **search: object) -> Plan:
-    """The campaign of one of its cells, with another search."""
+    """Return the campaign with one of its cells and another search."""
     changed = msgspec.structs.replace(plan.campaign.search, **search)
     campaign = msgspec.structs.replace(
         plan.campaign, search=changed, budget_seconds=budget_seconds, name=f"truth-{cell.key}"
@@ -79,7 +82,7 @@ def only(plan: Plan, cell: Cell, budget_seconds: float | None = None, **search: 
 
 
 def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -> Row:
-    """The campaign of minutes, then the levels."""
+    """Run the campaign of some minutes, then the levels."""
     with Progress() as progress:
         first = run(only(plan, cell, budget_seconds=60 * minutes, confirm=None), out, progress)
         records = read_records(first)
@@ -102,13 +105,13 @@ def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -
 
 
 def found_in(run: RunRecords) -> Capacity:
-    """What its levels say, by the estimate of today's code."""
+    """Return the capacity that today's code estimates from the levels of a run."""
     campaign, cells = campaign_of(run.manifest)
     return capacity_of(CellRecord(run.events, campaign, cells[0], levels_of(run)))
 
 
 def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:
-    """What the first run said, against the levels of the later ones."""
+    """Return the estimate of the first run beside the truth from the levels of the later ones."""
     campaign, cells = campaign_of(first.manifest)
     slo = campaign.slo
     levels = [one for run in later for one in levels_of(run) if one.rate is not None]
@@ -127,8 +130,8 @@ def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:
 def truth_of(
     first: RunRecords, levels: list[Level], slo: Slo, campaign: Campaign, cell: Cell
 ) -> float | None:
-    """The long-run rate for the target, by the step-time model with the factor that fits all
-    levels."""
+    """Return the rate at which the long-run SLO attainment equals the target, by the step-time
+    model with the factor that fits all levels."""
     made = [one for one in of_kind(first.events, Calibrated) if one.step_times and one.policy]
     if not made or not levels:
         return None
@@ -164,9 +167,9 @@ def _simulated_good(
     workload: Workload,
     made: Calibrated,
 ) -> int:
-    """Good requests of a level that is simulated with its own arrivals and lengths; of
-    conversations with its own sessions: when each began, the tokens of every turn, and the think
-    times, while what is found in the cache is simulated."""
+    """Return how many requests of a level meet the SLO if it is simulated with its own arrivals and
+    lengths. Conversations are simulated with their own sessions: when each began, the tokens of
+    every turn, and the think times; what is found in the cache is simulated."""
     if workload.has_sessions:
         return _simulated_good_turns(step_times, policy, level, slo, workload, made)
     prompt = np.where(
@@ -189,8 +192,9 @@ def _simulated_good_turns(
     workload: Workload,
     made: Calibrated,
 ) -> int:
-    """Turns in the window count by when they are due in the simulation, whose answers end at other
-    times; scaled to as many as were due in the window."""
+    """Return how many turns in the window meet the SLO. Turns are in the window by their scheduled
+    times in the simulation, whose answers end at other times; the number is scaled to as many turns
+    as were due in the window."""
     reuse = made.reuse or PrefixReuse()
     sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.seed)
     begins = {
@@ -224,7 +228,8 @@ def _simulated_good_turns(
 
 
 def plain_reading(levels: list[Level], slo: Slo) -> float | None:
-    """Where a line through the shares, against ln(rate), meets the target."""
+    """Return the rate at which a line through the SLO attainment of levels, against ln(rate), meets
+    the target."""
     rates = np.log([one.rate or 1.0 for one in levels])
     shares = np.array([one.judge(slo).share or 0.0 for one in levels])
     if len(levels) < 2 or np.ptp(rates) == 0:
@@ -237,7 +242,7 @@ def plain_reading(levels: list[Level], slo: Slo) -> float | None:
 
 
 def shown(rows: list[Row]) -> list[str]:
-    """The table in Markdown, then the criteria."""
+    """Return the table in Markdown, then the criteria."""
     out = [
         "| cell | after three minutes | levels: rate, requests, good | truth | plain | error |",
         "|---|---|---|---|---|---|",
