@@ -10,7 +10,9 @@ error if a field has another type. `read_chunk` reads these events too, more slo
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -25,6 +27,11 @@ _CODE_KEYS = ("code", "status_code", "status")
 _PLACE_KEYS = frozenset(("type", "index", "id", "role", "name_index", "format", "signature"))
 _OPEN_TAG, _CLOSE_TAG = "<think>", "</think>"
 MAX_BLANKS = 16  # whitespace characters that may precede <think>
+MAX_PAGE = 1 << 16  # characters of an HTML page that are searched for its words
+_PAGE = re.compile(r"\s*<(!doctype|\?xml|!--|html|head|title|body|center|div|h1|p|pre)\b", re.I)
+_UNSEEN = re.compile(r"<!--.*?-->|<(head|script|style)\b.*?</\1\s*>", re.I | re.DOTALL)
+_TITLE = re.compile(r"<title\b[^>]*>(.*?)</title", re.I | re.DOTALL)
+_TAG = re.compile(r"<[^<>]*>")
 _THINKING_TYPES = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 
 
@@ -291,8 +298,20 @@ def words_of(error: Any) -> str:
 
 
 def printable_words(text: str) -> str:
-    """Return a message as records have it: at most MAX_WORDS characters, and valid UTF-8."""
-    return text.strip()[:MAX_WORDS].encode("utf-8", "replace").decode()
+    """Return a message as records have it: one line of at most MAX_WORDS characters, valid UTF-8,
+    and of an HTML page, as proxies send it, the text that a browser would show."""
+    if _PAGE.match(text):
+        text = _text_of_page(text[:MAX_PAGE])
+    return " ".join(text.split())[:MAX_WORDS].encode("utf-8", "replace").decode()
+
+
+def _text_of_page(page: str) -> str:
+    """Return the text of an HTML page, or its title if it has no text."""
+    text = html.unescape(_TAG.sub(" ", _UNSEEN.sub(" ", page)))
+    if text.strip():
+        return text
+    title = _TITLE.search(page)
+    return "" if title is None else html.unescape(title[1])
 
 
 def words_of_event(data: bytes) -> str:

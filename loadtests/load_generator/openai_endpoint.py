@@ -42,6 +42,7 @@ MAX_PROBES = 16  # forms of a request that are tried
 MODELS = "/v1/models"
 MODEL_OPTION = "--model (model in a campaign)"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
+BASE_ADVICE = "; the path of a URL is the base of its routes: give another, or none for /v1"
 REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
 BUSY = (429, 503)  # the endpoint is loading its model or serving others
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is tried again
@@ -304,7 +305,7 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
     route = pool.path_of(_route(target.api))
     advice = KEY_ADVICE if record.status in (401, 403) else ""
     if record.status in (404, 405) and pool.base != "/v1":
-        advice += "; the path of a URL is the base of its routes: give another, or none for /v1"
+        advice += BASE_ADVICE
     if is_refused:
         with contextlib.suppress(TargetUnusable):
             listed_names = _models(target, pool)
@@ -397,7 +398,7 @@ def _first_model(target: Target, pool: Pool) -> str:
 
 
 def _models(target: Target, pool: Pool) -> list[str]:
-    """Return the names of the endpoint's models; [] if it has no list. Raises TargetUnusable."""
+    """Return the names of the endpoint's models. Raises TargetUnusable if it answers no list."""
     where = f"{pool.host}{pool.path_of(MODELS)}"
     waits = _waits(target)
     while True:
@@ -405,10 +406,10 @@ def _models(target: Target, pool: Pool) -> list[str]:
         status, headers, body = http.fetch(pool, wire, target.ready_seconds)
         if status not in BUSY or target.model is not None or not next(waits, False):
             break
-    if status == 404:
-        return []
     if not 200 <= status < 300:
         advice = KEY_ADVICE if status in (401, 403) else f"; name the model with {MODEL_OPTION}"
+        if status == 404 and pool.base != "/v1":
+            advice = f"{BASE_ADVICE}. If that is right, name the model with {MODEL_OPTION}"
         locations = [value for name, value in headers if name.lower() == b"location"]
         message = words_of_body(body)
         if not message and locations:

@@ -27,6 +27,8 @@ TEXT = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}'
 LENGTH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":8}}'
 DONE = b"data: [DONE]"
+BAD_GATEWAY = b"""<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>
+<center><h1>502 Bad Gateway</h1></center>\r\n<hr><center>nginx/1.24.0</center>\r\n</body></html>"""
 LISTED = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
 
@@ -96,8 +98,12 @@ def test_a_path_is_the_base_of_the_routes(path: str, base: str) -> None:
 
 def test_errors_name_the_route_that_was_asked() -> None:
     with scripted(Endpoint(base="/v3")) as url:
-        with pytest.raises(TargetUnusable, match=r":\d+/v1/models lists no models"):
+        with pytest.raises(TargetUnusable, match=r":\d+/v1/models answered 404: no route /v1"):
             probe(Target(url=f"{url}/v1", api="chat"))
+        with pytest.raises(
+            TargetUnusable, match=r"404: no route /v4/models; .* base of its routes"
+        ):
+            probe(Target(url=f"{url}/v4", api="chat"))
         with pytest.raises(EndpointRefuses, match=r"/v4/chat/completions .*the base of its routes"):
             probe(Target(url=f"{url}/v4", api="chat", model="m"))
 
@@ -130,6 +136,9 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
     [
         (answered({"error": {"message": "who are you?"}}, 401), "401: who are you\\?; .*api_key"),
         (answered({"error": "later"}, 500), "500: later; name the model with --model"),
+        (answered({"detail": "Not Found"}, 404), "answered 404: Not Found; name the model with"),
+        (answered(b"", 404), "answered 404: no message; name the model with"),
+        (answered(BAD_GATEWAY, 502, "text/html"), "502: 502 Bad Gateway nginx/1.24.0; name the"),
         (answered(b"<html>", kind="text/html"), "Name the model with --model"),
         ({"data": None}, "lists no models"),
         ({"data": [{"name": 3}, None]}, "lists no models"),
