@@ -9,13 +9,14 @@ requests/s. A missing value is None, which people read as "not measured" or "not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from crossover.loadtests.capacity.calibration_bursts import max_concurrent_streams
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import read_records
@@ -27,6 +28,7 @@ from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import in_words
 
+REFUSALS = {"refused", "http_503"}  # failures of requests for which a server has no room: 429, 503
 SHAPE_ADVICE = "the model's shape is not known (name one of `crossover models list` with --shape)"
 
 
@@ -158,18 +160,36 @@ def _notes_of(cell: CellData) -> list[str]:
     bursts = [
         level for level in levels_of(read_records(Path(cell.folder))) if level.started.is_burst
     ]
-    failed = _failed_in(bursts)
-    if failed.failed:
-        notes.append(
-            f"{failed.in_words('requests of the bursts')}: the server refused or dropped requests "
-            "that came together, and the estimate is from those that it answered"
-        )
+    if note := _note_of_failures(bursts):
+        notes.append(note)
     if cell.policy is not None and (ready is None or not ready.info.slots):
         notes.append(
             f"the server does not say its slots: bursts saw it serve {cell.policy.slots} requests "
             "at once; if it has more, the estimate is not right"
         )
     return notes
+
+
+def _note_of_failures(bursts: Sequence[Level]) -> str:
+    """Return how many requests of the bursts failed, how, and what that means for the estimate; "":
+    none failed."""
+    failed = _failed_in(bursts)
+    if not failed.failed:
+        return ""
+    words = failed.in_words("requests of the bursts")
+    refusing = [level for level in bursts if REFUSALS & level.failures.keys()]
+    if not refusing:
+        return (
+            f"{words}: the server dropped requests that came together, and the estimate is from "
+            "those that it answered"
+        )
+    together = max(map(max_concurrent_streams, refusing))
+    return (
+        f"{words}: of requests that came together, the server answered at most {together} and "
+        "refused others. The estimate is from those that it answered, and assumes that the others "
+        "would wait. Refused requests miss the SLO, so this server may serve less; how much less "
+        "only load levels show"
+    )
 
 
 def _why_no_capacity(cell: CellData, data: ReportData) -> str:

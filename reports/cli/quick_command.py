@@ -252,12 +252,13 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
         progress.tick(f"looking at {url}")
         return look_at(url, options.api_key_env) or LocalServer(url, "unknown", ())
     progress.tick("looking for a server on this machine")
-    servers = find_local_servers()
-    if not servers and (refusing := ports_that_need_a_key()):
+    servers, ports_with_key = find_local_servers(), ports_that_need_a_key()
+    if not servers and ports_with_key:
+        port = ports_with_key[0]
         raise TargetUnusable(
-            f"Port {refusing[0]} of this machine answers only with an API key. Put the key into an "
+            f"Port {port} of this machine answers only with an API key. Put the key into an "
             "environment variable and name it, and the port: "
-            f"`crossover quick {refusing[0]} --api-key-env NAME`."
+            f"`crossover quick {port} --api-key-env NAME`."
         )
     if not servers:
         ports = ", ".join(f"{port} ({who})" for port, who in USUAL_PORTS.items())
@@ -271,6 +272,12 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
     if others:
         other_servers = "; ".join(server.words for server in others)
         progress.say(f"there is also {other_servers}; name one to measure it", style="yellow")
+    for port in ports_with_key:
+        progress.say(
+            f"port {port} answers only with an API key; `crossover quick {port} --api-key-env "
+            "NAME` measures what is there",
+            style="yellow",
+        )
     return first
 
 

@@ -18,6 +18,10 @@ from crossover.loadtests.campaign.quick_campaign import (
     quick_plan,
 )
 from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.find_servers import (
+    find_local_servers,
+    ports_that_need_a_key,
+)
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.model_ladder import ladder_model
 from crossover.reports.answers.quick_answer import QuickAnswer, quick_answer
@@ -86,18 +90,27 @@ def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:
     assert "whole answer within" in "\n".join(lines_of(answer)) and answer.binding is None
 
 
-def test_requests_that_failed_in_bursts_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("refused", "the server answered at most 5 and refused others"),
+        ("http_500", "the server dropped requests"),
+    ],
+)
+def test_requests_that_failed_in_bursts_are_named(error: str, words: str, tmp_path: Path) -> None:
     simulated = Simulated(base=0.02, row=0.005, prompt=0.001, policy=None)
     whole = answer_of(simulated, tmp_path)
     assert "bursts failed" not in "".join(whole.notes)
     file = Path(whole.run) / "requests.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     bursts = [one for one in records if "#burst." in one["level"]]
-    for one in bursts[:3]:
-        one |= {"error": "http_429", "status": 429, "content_seconds": []}
+    last = [one for one in bursts if one["level"] == bursts[-1]["level"]]
+    for one in last[:3]:
+        one |= {"error": error, "status": 429, "content_seconds": []}
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
     answer = quick_answer(read_report(Path(whole.run)), software="Ollama", think_seconds=45.0)
-    assert f"3 of {len(bursts)} requests of the bursts failed (3 http_429)" in answer.notes[0]
+    assert f"3 of {len(bursts)} requests of the bursts failed (3 {error})" in answer.notes[0]
+    assert words in answer.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +180,30 @@ def test_without_a_server_it_offers_to_serve(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(quick_command, "ports_that_need_a_key", lambda: [8080])
     status, text = run_command()
     assert status != 0 and "crossover quick 8080 --api-key-env" in text
+
+
+def test_beside_the_server_that_is_measured_the_others_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses(asked: Asked) -> bytes:
+        if asked.path == "/v1/models":
+            return answered({"data": [{"id": "m"}]})
+        return answered({"error": "no such thing"}, 404)
+
+    with (
+        scripted(refuses) as first,
+        scripted(refuses) as second,
+        scripted(lambda asked: answered({"error": "Unauthorized"}, 401)) as locked,
+    ):
+        ports = tuple(int(url.rpartition(":")[2]) for url in (first, second, locked))
+        found, refused = find_local_servers(ports), ports_that_need_a_key(ports)
+        monkeypatch.setattr(quick_command, "find_local_servers", lambda: found)
+        monkeypatch.setattr(quick_command, "ports_that_need_a_key", lambda: refused)
+        status, text = run_command("--out", str(tmp_path))
+    assert status != 0 and f"there is also an OpenAI-compatible server at {second}" in text
+    assert (
+        f"port {ports[2]} answers only with an API key; `crossover quick {ports[2]} --api" in text
+    )
 
 
 def test_a_server_that_does_not_stream_is_named_with_its_words(tmp_path: Path) -> None:
