@@ -14,8 +14,11 @@ are logged, and what is done now is logged every ten seconds.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -92,8 +95,30 @@ class Progress:
             )
             self._live.start()
         elif self._live is None:
-            if time.monotonic() - self._last_line_at >= self._log_interval_seconds:
-                self.say(f"... {self._activity}")
+            self._repeat()
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Inside, what is done now is also repeated during computations that do not call `tick`."""
+        is_over = threading.Event()
+
+        def repeat() -> None:
+            while not is_over.wait(self._log_interval_seconds / 4):
+                if self._activity and self._live is None:
+                    self._repeat()
+
+        thread = threading.Thread(target=repeat, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _repeat(self) -> None:
+        """Write what is done now, unless a line was written a moment ago."""
+        if time.monotonic() - self._last_line_at >= self._log_interval_seconds:
+            self.say(f"... {self._activity}")
 
     def clear(self) -> None:
         """Remove the lines that change; the log stays."""

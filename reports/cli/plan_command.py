@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from crossover.loadtests.campaign.progress import Progress
 from crossover.models import formatting
 from crossover.models.model_ladder import is_ladder_model
 from crossover.reports.devices.device_catalog import devices, user_file
@@ -30,6 +31,7 @@ from crossover.serving.option_help import option
 from crossover.serving.toml_files import read_toml
 
 TEXT_COLUMNS = 110
+PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
 PRESETS = ", ".join(SLO_PRESETS)
 RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
@@ -87,10 +89,13 @@ def _plan(options: PlanOptions) -> None:
         Console(width=max(width, 190)).print(_devices())
         return
     folder = options.file.parent if options.file is not None else Path()
-    with Console(stderr=True).status("simulating") as status:
+    with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
+        progress.tick("reading runs and files")
         question = question_of_tables(_tables(options), folder)
-        candidates = candidates_of(question, lambda name: status.update(f"simulating: {name}"))
-        status.update("what would change the choice")
+        candidates = candidates_of(
+            question, lambda name, done: progress.tick(f"simulating {name}", done)
+        )
+        progress.tick("finding the rates at which the choice changes")
         cost_plan = make_plan(question, candidates)
     if options.chart is not None:
         _write_chart(options.chart, cost_plan)

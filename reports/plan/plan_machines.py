@@ -81,19 +81,15 @@ def _read_run(folder: Path) -> ReportData:
 
 
 def candidates_of(
-    question: Question, report_progress: Callable[[str], None] = lambda _: None
+    question: Question, report_progress: Callable[[str, float], None] = lambda name, done: None
 ) -> list[Candidate]:
     """Return all machines of a plan, each with the capacity of one of it: yours first, then those
-    to rent. `report_progress` is called with the name of each before it is simulated.
+    to rent. `report_progress` is called with the name of each before it is simulated, and with the
+    share of the machines that are done, from 0 to 1.
 
     Raises BadPlan, BadRun.
     """
-    candidates = [
-        candidate
-        for number, keys in enumerate(question.keys.machines)
-        for candidate in _own_machine(question, keys, number, report_progress)
-    ]
-    names = question.keys.devices
+    machines, names = question.keys.machines, question.keys.devices
     try:
         your_prices = _prices_by_device(question)
         if names is None:
@@ -102,8 +98,13 @@ def candidates_of(
         devices = [device_named(name) for name in names]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
-    for device in devices:
-        report_progress(device.name)
+    machine_count = len(machines) + len(devices)
+    candidates: list[Candidate] = []
+    for number, keys in enumerate(machines):
+        report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
+        candidates += _own_machine(question, keys, number)
+    for number, device in enumerate(devices, len(machines)):
+        report_progress(device.name, number / machine_count)
         machine = machine_of(device)
         if device.name in your_prices:
             price = your_prices[device.name]
@@ -120,12 +121,9 @@ def _prices_by_device(question: Question) -> dict[str, float]:
     return {device_named(name).name: price for name, price in question.keys.prices.items()}
 
 
-def _own_machine(
-    question: Question, keys: MachineKeys, number: int, report_progress: Callable[[str], None]
-) -> list[Candidate]:
+def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Candidate]:
     """Return a machine of the file as one candidate, or as one for each of its devices and one for
     both together. `number`: its index in [[machines]], for errors. Raises BadPlan."""
-    report_progress(str(keys.run or keys.file or keys.device))
     try:
         if keys.run is not None:
             candidates = _candidates_of_run(question, _read_run(question.folder / keys.run), keys)
