@@ -39,7 +39,7 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
     def size(*names: str) -> int:
         """By transformers' name, or what older architectures call it."""
         value = next((config[one] for one in names if config.get(one) is not None), None)
-        return whole_number(value, f"{name} has {names[0]}")
+        return whole_number(value, name, names[0])
 
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(

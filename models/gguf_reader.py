@@ -105,7 +105,7 @@ class GgufHeader(NamedTuple):
             if isinstance(value, list):
                 value = max(value, default=0)  # one for each layer
             max_value = 10_000 if key == "block_count" else 1 << 31
-            return whole_number(value, f"{name} has {family}.{key} =", max_value, least)
+            return whole_number(value, name, f"{family}.{key}", max_value, least)
 
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -165,6 +165,8 @@ class GgufHeader(NamedTuple):
             )
         if kind != "model":
             raise UnsupportedModel(f"{name} is a GGUF file of the type {kind!r}, not a model")
+        if "general.architecture" not in metadata:
+            raise UnsupportedModel(f"{name} does not have general.architecture, so it is no model")
         if not self.own_metadata.get("attention.causal", True):
             raise UnsupportedModel(
                 f"{name} is a GGUF file of the architecture {family!r}, which generates no text"

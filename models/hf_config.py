@@ -117,7 +117,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     def count(key: str, default: int | None = None) -> int:
         found = config.get(key)
         most = 10_000 if key == "num_hidden_layers" else 1 << 31
-        return whole_number(default if found is None else found, f"{name} has {key}", most)
+        return whole_number(default if found is None else found, name, key, most)
 
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     kv_heads = count("num_key_value_heads", heads)

@@ -18,15 +18,17 @@ from crossover.models.errors import UnsupportedModel
 KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}
 
 
-def whole_number(value: Any, subject: str, maximum: int = 1 << 31, minimum: int = 1) -> int:
+def whole_number(value: Any, name: str, key: str, maximum: int = 1 << 31, minimum: int = 1) -> int:
     """Return a size from a file, after checking that it is an integer in these bounds, so that an
-    untrusted file cannot make a reader count to a billion.
+    untrusted file cannot make a reader count to a billion. None: the file does not have it.
 
-    Raises UnsupportedModel. Its message begins with `subject`, such as "x has layers =".
+    Raises UnsupportedModel, which names the model and the key.
     """
+    bounds = f"must be an integer from {minimum} to {maximum}"
+    if value is None:
+        raise UnsupportedModel(f"{name} does not have {key}, which {bounds}")
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        text = f"{subject} {value!r}, but it must be an integer from {minimum} to {maximum}"
-        raise UnsupportedModel(text)
+        raise UnsupportedModel(f"{name} has {key} = {value!r}, but it {bounds}")
     return value
 
 

@@ -82,6 +82,14 @@ def test_of_another_architecture_the_header_says_what_serving_needs(
         _header(damaged, file).spec("x")
 
 
+@pytest.mark.parametrize("key", ["llama.block_count", "general.architecture"])
+def test_a_key_that_is_not_there_is_named(key: str, gguf_bytes: bytes, tmp_path: Path) -> None:
+    other_key = key.replace("t", "x").encode()
+    header = _header(gguf_bytes.replace(key.encode(), other_key), tmp_path / "x.gguf")
+    with pytest.raises(UnsupportedModel, match=f"x does not have {key}"):
+        header.spec("x")
+
+
 # What the header of each family says: total and active parameters in thousands, experts used and
 # all, elements that a token caches, bytes of a slot's state.
 SAID = {

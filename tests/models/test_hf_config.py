@@ -58,10 +58,10 @@ def test_a_config_names_no_code_for_transformers_to_fetch(key: str) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_hidden_layers": 20_000_000}, "1 to 10000"),
-        ({"vocab_size": "many"}, "vocab_size 'many'"),
-        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window 'all'"),
+        ({"vocab_size": "many"}, "vocab_size = 'many'"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window = 'all'"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_key_and_value(
