@@ -8,6 +8,8 @@ burst are sent at one moment and end one after the other, so that a burst shows 
 several numbers of decode rows, and at its beginning what several prompts in one step cost. The
 first burst has short prompts and the second the workload's own lengths; their difference shows what
 context costs. If an endpoint does not report its slots, bursts of 2, 4, 8 ... requests find them.
+On a slow server, these have the shortest prompts and answers that show how many requests are served
+together.
 
 If the step-time model does not fit, either something else ran during the bursts, or no step-time
 model describes the engine. So the bursts are sent once more, and the pair with the better fit
@@ -43,6 +45,14 @@ from crossover.serving.workload.request_lengths import Workload
 SHORT_PROMPT_TOKENS = 16
 MAX_STREAMS = 64
 MAX_SLOTS = 64  # largest number that bursts look for
+# Of bursts that look for slots on a slow server. Three tokens show a stream beside others if the
+# first tokens of all come in the same step.
+SHORTEST_PROMPT_TOKENS = 4
+SHORTEST_OUTPUT_TOKENS = 3
+MAX_SLOTS_OF_SLOW_SERVERS = 16  # up to which a burst may double more than once
+# As shares of the time of a calibration: what the search for slots may take, what is left for the
+# pair of bursts in any case, and what all bursts may take if a second pair is sent.
+MAX_SEARCH_SHARE, MIN_PAIR_SHARE, MAX_TOTAL_SHARE = 1.25, 0.75, 2.25
 ROW_STAGES = (1.0, 0.75, 0.5, 0.375, 0.25)  # numbers of decode rows, as shares of the streams
 MAX_PAIRS = 2  # of bursts; the second pair only if no step-time model fits the first
 MIN_STEPS, MAX_STEPS = 4, 32  # at each number of decode rows
@@ -94,8 +104,9 @@ def calibrate(
     """Send two bursts, and fit the step-time model to them and to the single streams.
 
     `slots`: None to find them. `experts`: None for a dense model, or one whose experts are not
-    known. No burst is sent that is expected to exceed `seconds`, except one of two streams, and the
-    second pair of bursts if the first does not fit.
+    known. No burst is sent that is expected to exceed `seconds`, except one of two streams, the
+    pair of bursts after a search for slots that took most of the time, and the second pair if the
+    first does not fit.
     """
     # Of conversations, prompts include the history.
     prompt_tokens = lengths_of(workload, 400, 1).prompt
@@ -104,7 +115,8 @@ def calibrate(
         run.observe(level)
     if slots is None and run.has_steps:
         slots = run.find_slots()
-    step_times, reason = run.fit_to_bursts(slots, seconds - run.spent_seconds)
+    pair_seconds = max(seconds - run.spent_seconds, MIN_PAIR_SHARE * seconds)
+    step_times, reason = run.fit_to_bursts(slots, pair_seconds)
     return Calibration(slots=slots, step_times=step_times, reason=reason)
 
 
@@ -148,22 +160,54 @@ class _CalibrationRun:
     def find_slots(self) -> int | None:
         """Return how many requests are served together, found by bursts of 2, 4, 8 ... requests;
         None: a burst of two was disturbed."""
-        slots, streams = None, 2
+        slots, streams, starts_together = None, 2, False
         while streams <= MAX_SLOTS:
-            output_tokens = MIN_STEPS + LEAD_STEPS + streams
-            prompts_seconds = self._prompt_seconds(SHORT_PROMPT_TOKENS) * streams
-            burst_seconds = output_tokens * self._decode_seconds(streams) + prompts_seconds
-            if streams > 2 and burst_seconds > (self._seconds - self.spent_seconds) / 2:
+            burst = self._slots_burst(streams, starts_together)
+            if burst is None:
                 break
-            level = self.send([SHORT_PROMPT_TOKENS] * streams, [output_tokens] * streams)
+            level = self.send(burst.prompt_tokens, burst.output_tokens)
             if level is None:
                 break
             together = max_concurrent_streams(level)
             slots = max(slots or 1, together)
-            if together < streams:
+            if together < burst.streams:
                 break
-            streams *= 2
+            starts_together = start_together(level)
+            streams = 2 * burst.streams
         return slots
+
+    def _slots_burst(self, streams: int, starts_together: bool) -> Burst | None:
+        """Return the burst of at least so many equal streams that shows whether all of them are
+        served together; None: there is no time for it.
+
+        A burst that would take more than half of the time left is shortened. If the prompts of the
+        last burst were computed together (`starts_together`), a shortened burst has as many streams
+        as there is time for: the steps that one with fewer would show are not worth its time.
+        """
+        output_tokens = MIN_STEPS + LEAD_STEPS + streams
+        seconds = self._equal_burst_seconds(streams, SHORT_PROMPT_TOKENS, output_tokens)
+        if seconds <= (self._seconds - self.spent_seconds) / 2:
+            return Burst((SHORT_PROMPT_TOKENS,) * streams, (output_tokens,) * streams)
+        output_tokens = SHORTEST_OUTPUT_TOKENS
+        if not starts_together:  # the first must not end before the last begins
+            output_tokens += streams
+        seconds_left = MAX_SEARCH_SHARE * self._seconds - self.spent_seconds
+
+        def fits(count: int) -> bool:
+            seconds = self._equal_burst_seconds(count, SHORTEST_PROMPT_TOKENS, output_tokens)
+            return seconds <= seconds_left
+
+        if streams > 2 and not fits(streams):
+            return None
+        while starts_together and streams < MAX_SLOTS_OF_SLOW_SERVERS and fits(2 * streams):
+            streams *= 2
+        return Burst((SHORTEST_PROMPT_TOKENS,) * streams, (output_tokens,) * streams)
+
+    def _equal_burst_seconds(self, streams: int, prompt_tokens: int, output_tokens: int) -> float:
+        """Return the seconds that a burst of equal streams is expected to take, if all of them are
+        served together."""
+        prompts_seconds = self._prompt_seconds(prompt_tokens) * streams
+        return output_tokens * self._decode_seconds(streams) + prompts_seconds
 
     def fit_to_bursts(self, slots: int | None, seconds: float) -> tuple[StepTimeModel | None, str]:
         """Send two bursts within `seconds`, and two more if no step-time model fits them. Return
@@ -174,6 +218,8 @@ class _CalibrationRun:
         streams = min(slots or 0, MAX_STREAMS)
         models: list[StepTimeModel] = []
         while len(models) < MAX_PAIRS and not (models and models[-1].fits):
+            if models and self.spent_seconds + seconds > MAX_TOTAL_SHARE * self._seconds:
+                break
             self.observations = list(earlier_observations)
             until = self.spent_seconds + seconds
             self.send_burst(streams, (until - self.spent_seconds) / 2, has_real_lengths=False)
@@ -318,3 +364,13 @@ def max_concurrent_streams(level: Level) -> int:
     first, last = level.first[answered], level.last[answered]
     # The number rises only when a stream begins to decode.
     return max((int(((first <= begin) & (begin <= last)).sum()) for begin in first), default=0)
+
+
+def start_together(burst: Level) -> bool:
+    """Return whether the first tokens of all streams of a burst came before the second token of
+    any, as they do if the server computes all of their prompts in one step."""
+    has_second = burst.chunk_counts > 1
+    if not has_second.any() or np.isnan(burst.first).any():
+        return False
+    second = burst.chunks[burst.chunk_offsets[:-1][has_second] + 1]
+    return bool(burst.first.max() < second.min())

@@ -6,10 +6,9 @@ calibration and estimate run on a simulated clock.
 A row is a world of tests/bench/known_worlds.py: its capacity; the median of estimate / truth; how
 many runs are within 25 %; how many intervals contain the truth; the median seconds of measuring.
 The server reports its slots, as Crossover and llama-server do. With `--unsaid` it does not, and
-bursts find them, which on slow servers takes more time than there is. Worlds whose speed wanders
-are left out, because 90 seconds cannot show it. So are worlds whose step times cannot be seen
-(several tokens a chunk, a plain queue): there `quick` says that it gives no estimate. The last
-lines are the criteria.
+bursts find them. Worlds whose speed wanders are left out, because 90 seconds cannot show it. So are
+worlds whose step times cannot be seen (several tokens a chunk, a plain queue): there `quick` says
+that it gives no estimate. The last lines are the criteria.
 """
 
 from __future__ import annotations

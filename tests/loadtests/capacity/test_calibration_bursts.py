@@ -6,6 +6,7 @@ from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, ma
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import capacity
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
@@ -87,6 +88,24 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     assert capacity(made.step_times, policy, CHAT, slo, requests=2000).rate == pytest.approx(
         truth, rel=0.15
     )
+
+
+@pytest.mark.parametrize("slots", [3, 8])
+def test_the_slots_of_a_slow_server_are_found_within_the_time(slots):
+    """As 3 billion parameters on a CPU: 1.2 s for a step of 8 rows, 0.1 s for a prompt token."""
+    slow = StepTimeModel(base_seconds=0.12, row_seconds=0.13, prompt_token_seconds=0.095)
+    server = KnownServer(slow.seconds, slots=slots)
+    alone = server.level([0.0, 100.0], [40, 20], [16, 16])
+    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 25.0, [alone])
+    assert made.slots == slots and made.reason == ""
+    assert server.spent_seconds < 2 * 25.0
+
+
+def test_slots_are_found_where_prompts_are_computed_one_after_the_other():
+    server = KnownServer(lambda *counts: 30 * STEP_TIMES.seconds(*counts), slots=4, step_tokens=4)
+    alone = server.level([0.0, 300.0], [40, 20], [16, 16])
+    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [alone])
+    assert made.slots == 4
 
 
 def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
