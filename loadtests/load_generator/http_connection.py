@@ -17,6 +17,7 @@ import re
 import socket
 import ssl
 import time
+import zlib
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -356,6 +357,16 @@ class Pool:
 connect = Pool
 
 
+def is_inflatable(encoding: bytes) -> bool:
+    """Return whether `inflater` reads a body with this Content-Encoding."""
+    return encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate")
+
+
+def inflater() -> Any:
+    """Return zlib's decompressor of one body, gzip or deflate (RFC 9110, 8.4.1)."""
+    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip and zlib headers are told apart
+
+
 def ascii_host(host: str) -> str:
     """Return a host as DNS, TLS and a header need it: names in other alphabets in IDNA.
 
@@ -416,4 +427,13 @@ def fetch(
         ) from problem
     except OSError as problem:
         raise TargetUnusable(f"{pool.host} cannot be reached: {problem}") from problem
-    return reader.status, reader.headers, bytes(reader.data)
+    data = bytes(reader.data)
+    encodings = [value for name, value in reader.headers if name.lower() == b"content-encoding"]
+    if encodings and is_inflatable(encodings[-1]):
+        try:
+            data = inflater().decompress(data, MAX_BYTES)
+        except zlib.error as problem:
+            raise TargetUnusable(
+                f"{pool.host} sent a compressed body that is damaged: {problem}"
+            ) from problem
+    return reader.status, reader.headers, data

@@ -17,6 +17,9 @@ It has failed if there is an error in any form; the server's message is recorded
 
 from __future__ import annotations
 
+import zlib
+from typing import Any
+
 import gevent
 import msgspec
 
@@ -36,10 +39,16 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of_body,
     words_of_event,
 )
-from crossover.loadtests.load_generator.http_connection import Pool, clock
+from crossover.loadtests.load_generator.http_connection import (
+    Pool,
+    clock,
+    inflater,
+    is_inflatable,
+)
 from crossover.loadtests.records.request_record import RequestRecord
 
 MAX_STRAY_BYTES = 8192  # kept of an error response, and of lines that belong to no event
+MAX_INFLATED_BYTES = 1 << 24  # of one piece of a compressed body
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
 # Finish reasons of vLLM, SGLang, OpenRouter and DeepSeek for an answer that was aborted.
@@ -73,7 +82,9 @@ class Answer(msgspec.Struct):
     backend: str | None = None
     request_id: str | None = None
     location: str | None = None  # target of a redirect
-    encoding: str | None = None  # of a body that is compressed although that was not requested
+    # Requests ask for no compression, but some proxies compress anyway.
+    inflater: Any = None  # zlib's, of a body in gzip or deflate
+    encoding: str | None = None  # of a body in any other encoding
     received: float = 0.0  # when the last piece was read from the kernel
     is_stream: bool = False  # status 2xx
     is_plain: bool = False  # no event is incomplete, so the next piece may be a whole event
@@ -98,11 +109,16 @@ class Answer(msgspec.Struct):
                 case b"location":
                     self.location = value.decode("latin-1")
                 case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
-                    self.is_plain, self.encoding = False, value.decode("latin-1")
+                    if is_inflatable(value):
+                        self.inflater = inflater()
+                    else:
+                        self.is_plain, self.encoding = False, value.decode("latin-1")
 
     def body(self, data: bytes, received: float) -> bool:
         """Read a piece of the body. Return whether the next pieces may be read later, which is so
         once there is content: the first content must be stamped at once."""
+        if self.inflater is not None:
+            data = self._inflated(data)
         if (
             self.is_plain
             and data.startswith(b"data:")
@@ -146,6 +162,17 @@ class Answer(msgspec.Struct):
         elif not has_ended:
             reason = "the stream ended without [DONE] and without a finish reason"
             self.fail("cut_off", f"{reason}: {stray}" if stray else reason)
+
+    def _inflated(self, data: bytes) -> bytes:
+        """Return the text of a compressed piece; b"": it is no text yet, or it is damaged."""
+        try:
+            text: bytes = self.inflater.decompress(data, MAX_INFLATED_BYTES)
+        except zlib.error as problem:
+            self.fail("stream_error", f"the body is compressed and damaged: {problem}")
+            return b""
+        if self.inflater.unconsumed_tail:
+            self.fail("stream_error", "the body is compressed, and too large")
+        return text
 
     def fail(self, error: str, message: str) -> None:
         """Record an error, unless an earlier one is recorded."""

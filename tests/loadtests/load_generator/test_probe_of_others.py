@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +31,12 @@ DONE = b"data: [DONE]"
 BAD_GATEWAY = b"""<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>
 <center><h1>502 Bad Gateway</h1></center>\r\n<hr><center>nginx/1.24.0</center>\r\n</body></html>"""
 LISTED = {"object": "list", "data": [{"id": "m", "object": "model"}]}
+
+
+def compressed(body: Any) -> bytes:
+    """An answer in gzip, which was not asked for."""
+    answer = answered(gzip.compress(json.dumps(body).encode()))
+    return answer.replace(b"Content-Type", b"Content-Encoding: gzip\r\nContent-Type", 1)
 
 
 class Endpoint:
@@ -123,6 +130,7 @@ def test_errors_name_the_route_that_was_asked() -> None:
         ({"data": {"id": "m"}}, None, "m"),
         (answered(b"\xef\xbb\xbf" + json.dumps(LISTED).encode()), None, "m"),
         (answered(b'{"data":[{"id":"m","created":NaN}]}'), None, "m"),
+        (compressed(LISTED), None, "m"),
         (answered(b'{"data":[{"id":"\\ud800"},{"id":"m","owned_by":"\\ud800"}]}'), None, "m"),
     ],
     ids=str,

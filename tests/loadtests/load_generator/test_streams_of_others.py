@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from typing import Any, NamedTuple
 
 import openai
@@ -217,6 +218,21 @@ HEAD_10 = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 HEAD_11 = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
+def encoded(encoding: str, body: bytes) -> bytes:
+    """An answer that says that its body is compressed."""
+    return (
+        HEAD_11.replace(b"Connection", f"Content-Encoding: {encoding}\r\nConnection".encode())
+        + body
+    )
+
+
+def gzip_of_pieces(*pieces: bytes) -> bytes:
+    """A gzip body that was flushed after each piece, as a proxy does with events."""
+    compressor = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    flushed = [compressor.compress(one) + compressor.flush(zlib.Z_SYNC_FLUSH) for one in pieces]
+    return b"".join(flushed) + compressor.flush()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -230,8 +246,11 @@ HEAD_11 = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: cl
         sse(A + b"\n\n" + B, STOP + b"\n\n" + DONE),
         answered(BODY[:-2], kind="text/event-stream"),
         answered(A + b"\n\n" + B + b"\n\n" + DONE, kind="text/event-stream"),
+        encoded("gzip", gzip.compress(BODY)),
+        encoded("GZIP", gzip_of_pieces(A + b"\n\n", B + b"\n\n", STOP + b"\n\n")),
+        encoded("deflate", zlib.compress(BODY)),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_an_answer_may_be_framed_in_any_way_that_http_has(answer: bytes) -> None:
     record = record_of(answer)
@@ -416,11 +435,13 @@ FAILED = [
     ),
     Failed(
         "compressed",
-        HEAD_11.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
-        + gzip.compress(BODY + DONE + b"\n\n"),
+        encoded("br", b"\x0b\x02\x80" + BODY),
         "stream_error",
-        "compressed (gzip)",
-        True,
+        "compressed (br)",
+    ),
+    Failed("compressed, no gzip", encoded("gzip", BODY), "stream_error", "compressed and damaged"),
+    Failed(
+        "compressed, cut off", encoded("gzip", gzip.compress(BODY)[:30]), "cut_off", "without", True
     ),
     Failed(
         "moved",
