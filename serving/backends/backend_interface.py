@@ -1,26 +1,31 @@
-"""The interface of a backend: it runs a step of rows and returns a token for each that wants one.
+"""The interface of a backend, which runs steps of rows and returns a token for each that wants one.
 
 A backend owns `slots` KV slots of up to `context_tokens` tokens each. A row is the next piece of
 one sequence: one token when it decodes, many when it prefills. Rows come in ascending slot order,
 at most one per slot. Queues, requests and text are the scheduler's.
 
-The contract (tests/serving/backends/backend_contract.py holds every backend to it):
-  - the KV holds `row.start` tokens of that slot; `row.tokens` are written behind them.
-  - where the slot holds more than `row.start`, the rest is dropped (`truncate` is implied).
-  - a step that does not fit in a shared KV pool raises KvFull and leaves the KV as it was.
-  - greedy results do not depend on the other rows, beyond what the numeric format allows.
+The contract, which tests/serving/backends/backend_contract.py checks for every backend:
 
-A backend may also have
-  - `launch(rows, after) -> Launched | None`: starts a step and does not wait for it; None, with
-    nothing done, where it would have to. `after`: the step launched just before, or None where that
-    is read already or nobody wants its tokens. A row's only token may be DRAWN: what `after` draws
-    for that slot. Where a launched step finds that `step` has to draw a row's token, its `tokens`
-    has None there, and the row's last token comes again in a `step`.
-  - `save(slot) -> Saved` and `restore(slot, saved, source)`, where a slot cannot be cut back to
-    fewer tokens (`info.rewinds` is False): `save` copies what could not be cut back, as it is after
-    the slot's tokens; `restore` makes `slot` hold exactly the tokens that were there at the `save`,
-    of which `source` (perhaps the same slot) still holds the rest of the KV.
-  - `last_decode_seconds`: time of the last step's decode rows; None where prompts were among them.
+- Before a step, the slot of each row holds the KV of at least `row.start` tokens. The step writes
+  `row.tokens` behind the first `row.start`, and drops whatever else the slot held, as `truncate`
+  would.
+- A step that does not fit in a shared KV pool raises KvFull and leaves the KV as it was.
+- Greedy results do not depend on the other rows, beyond what the numeric format allows.
+
+A backend may also have:
+
+- `launch(rows, after) -> Launched | None`, which starts a step and does not wait for its end. If it
+  would have to wait, it does nothing and returns None. `after` is the step that was launched just
+  before, or None if the tokens of that step have been read or are not needed. A row whose only
+  token is PLACEHOLDER continues with the token that `after` samples for the same slot. Some tokens
+  can only be sampled by `step`. For such a row, `Launched.tokens` has None, and the scheduler sends
+  the row's last token once more, to `step`.
+- `save(slot) -> Saved` and `restore(slot, saved, source)`, if it cannot truncate a slot to fewer
+  tokens (`info.rewinds` is False). `save` copies the part of the slot that cannot be truncated.
+  `restore` makes `slot` hold exactly the tokens that it held at the `save`. The rest of their KV is
+  still in the slot `source`, which may be the same.
+- `last_decode_seconds`, the part of the last step that its decode rows took. None if it is unknown
+  because they shared a pass with prompts.
 """
 
 from __future__ import annotations
@@ -38,21 +43,26 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 Options = TypeVar("Options", bound=msgspec.Struct)
 
 
-def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -> Options:
-    """Return the options as a `kind`. Values may be text. Raises Unsupported with key and value."""
+def parse_options(kind: type[Options], values: Mapping[str, Any], backend: str) -> Options:
+    """Return the options of a backend as a struct of type `kind`, from their values by name.
+
+    Values may be text, as the command line gives them: "true" becomes True. Raises Unsupported,
+    which names the option and its value.
+    """
     option_names = kind.__struct_fields__
-    for key in given:
-        if key not in option_names:
+    for name in values:
+        if name not in option_names:
             options = ", ".join(option_names) or "none"
-            text = f"The {backend} backend has no option {key!r}. Options: {options}"
-            raise Unsupported(text, key)
+            message = f"The {backend} backend has no option {name!r}. Options: {options}"
+            raise Unsupported(message, name)
     try:
-        return msgspec.convert(dict(given), kind, strict=False)
+        return msgspec.convert(dict(values), kind, strict=False)
     except msgspec.ValidationError as problem:
-        key = str(problem).rpartition("$.")[2].rstrip("`")
-        why = explained(str(problem), given)
-        text = f"The option {key} of the {backend} backend cannot be {given[key]!r}: {why}"
-        raise Unsupported(text, key) from problem
+        # msgspec's messages end with the place: "Expected `bool`, got `int` - at `$.mlock`".
+        name = str(problem).rpartition("$.")[2].rstrip("`")
+        why = explained(str(problem), values)
+        message = f"The option {name} of the {backend} backend cannot be {values[name]!r}: {why}"
+        raise Unsupported(message, name) from problem
 
 
 class BackendInfo(msgspec.Struct, frozen=True):
@@ -61,14 +71,14 @@ class BackendInfo(msgspec.Struct, frozen=True):
     name: str
     device: str  # "cpu" or "gpu"
     device_name: str
-    settings: SchedulerSettings  # the settings in use, with what it changed of its EngineConfig's
+    settings: SchedulerSettings  # those in use, which may differ from those of its EngineConfig
     vocabulary: int
     weight_format: str
-    # A slot can be truncated to fewer tokens; impossible for recurrent states and window caches.
+    # Whether a slot can be truncated to any smaller number of tokens. This is impossible with
+    # recurrent states, and with caches of a sliding window.
     rewinds: bool = True
-    why_not_rewinds: str = ""  # "" if it does
-    # Where a slot cannot be truncated, `save` and `restore` return it to a checkpoint.
-    has_checkpoints: bool = False
+    why_not_rewinds: str = ""  # the reason if it cannot, else ""
+    has_checkpoints: bool = False  # it has `save` and `restore`
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
@@ -84,7 +94,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything an engine child needs to start; travels to it as JSON, which checks its bounds."""
 
-    backend: str  # a name of crossover.serving.backends.BACKENDS or "package.module:Class"
+    backend: str  # a name in backend_table.BACKENDS, or "package.module:Class"
     model_path: str  # GGUF file, Hugging Face folder or ONNX folder
     model_name: str  # as served
     weight_format: str = ""
@@ -92,23 +102,26 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"  # "cpu" or "gpu"
     device_id: str = ""  # UUID of the GPU, the only one that the engine sees; "": any
     device_vendor: str = ""  # of the GPU: "nvidia", "amd" or "vulkan"
-    settings: SchedulerSettings = SchedulerSettings()  # a KV type that it cannot hold is refused
-    threads: Count | None = None  # None: as many as cores it may run on
+    settings: SchedulerSettings = SchedulerSettings()
+    threads: Count | None = None  # None: one for each core that it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
-    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # niceness relative to the HTTP process
     prefix_reuse: bool = True
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
 
-def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str) -> None:
-    """Check that the model supports the settings. Raises Unsupported. `context_tokens`: the model's
-    maximum; `kv_dtype`: the only type that its KV cache can have."""
+def check_sizes(config: EngineConfig, max_context_tokens: int | None, kv_dtype: str) -> None:
+    """Check that the model supports the settings. Raises Unsupported.
+
+    `max_context_tokens`: the longest context of the model; None: unknown or unlimited. `kv_dtype`:
+    the only type that its KV cache can have.
+    """
     check(config)
     settings = config.settings
-    if context_tokens is not None and settings.context_tokens > context_tokens:
+    if max_context_tokens is not None and settings.context_tokens > max_context_tokens:
         raise Unsupported(
             f"context_tokens = {settings.context_tokens} exceeds the model's maximum of "
-            f"{context_tokens}",
+            f"{max_context_tokens}",
             "context_tokens",
         )
     if settings.kv_dtype not in (AUTO, kv_dtype):
@@ -124,12 +137,12 @@ def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str)
         )
 
 
-def check_row(row: Row, held: int, most: int) -> None:
-    """Check that a row continues what its slot holds and fits in the slot; both in tokens. Raises
-    EngineFailed."""
-    if row.start > held or row.position > most:
+def check_row(row: Row, slot_tokens: int, max_slot_tokens: int) -> None:
+    """Check that a row begins within the `slot_tokens` tokens that its slot holds, and ends within
+    the `max_slot_tokens` that it has room for. Raises EngineFailed."""
+    if row.start > slot_tokens or row.position > max_slot_tokens:
         raise EngineFailed(
-            f"slot {row.slot} holds {held} of {most} tokens; "
+            f"slot {row.slot} holds {slot_tokens} of {max_slot_tokens} tokens; "
             f"a row of {len(row.tokens)} tokens cannot start at {row.start}"
         )
 
@@ -137,20 +150,25 @@ def check_row(row: Row, held: int, most: int) -> None:
 class Saved(Protocol):
     """A copy of the part of a slot that cannot be truncated: a recurrent state or a window."""
 
-    tokens: int  # that the slot held
+    tokens: int  # how many the slot held
 
 
 class Launched(Protocol):
     """A step that may still be running on the device."""
 
     def tokens(self) -> list[Sampled | None]:
-        """Wait for the step and return what `step` would, with None for each row that `step` must
-        draw."""
+        """Wait for the step and return its tokens, in the order in which `step` would. None stands
+        for a row whose token only `step` can sample."""
         ...
 
 
 class Backend(Protocol):
-    """Raises OutOfMemory, BackendUnavailable, Unsupported, BrokenWeights, EngineFailed."""
+    """See the module's docstring.
+
+    The constructor loads the model and calls `progress(what, fraction)` meanwhile; the fraction is
+    0 to 1, or None if it is unknown. Raises OutOfMemory, BackendUnavailable, Unsupported,
+    BrokenWeights, EngineFailed.
+    """
 
     info: BackendInfo
 
@@ -159,7 +177,8 @@ class Backend(Protocol):
     ) -> None: ...
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """Run a forward step; one Sampled for each row with `wants_token`, in row order."""
+        """Run a step and wait for it. Return one token for each row with `wants_token`, in the
+        order of the rows."""
         ...
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Which engines can run a model, and in which weight formats, depending on what the model is.
 
-engines_of(identify("model-Q5_K_M.gguf"))        # (("llama_cpp", "Q5_K_M"),)
-engines_of(identify("./folder"), formats=["int4"])       # (("onnx", "int4"),)
-usual_engines(identify("./folder"))              # (("onnx", "int8"), ("torch", "bf16"))
+usual_engines(identify("./folder"))               # (("onnx", "int8"), ("torch", "bf16"))
+engines_on(identify("./folder"), "onnx", ["int4"])          # [("onnx", "int4")]
+engines_on(identify("model-Q5_K_M.gguf"), "llama_cpp")      # [("llama_cpp", "Q5_K_M")]
 """
 
 from __future__ import annotations
@@ -17,79 +17,72 @@ from crossover.serving.backends.backend_table import BACKENDS, format_of, missin
 
 
 class Engine(NamedTuple):
-    """A backend, and the weights that it is given; "": whichever the model is found to have."""
+    """A backend, and the format of the weights that it runs. "" if the model has only one format,
+    which is not known before its files are fetched."""
 
     backend: str
     weight_format: str
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, self))
+        return f"{self.backend} {self.weight_format}".rstrip()
 
 
 def usual_engines(model: ModelIdentity) -> tuple[Engine, ...]:
-    """Return every engine of this project that can run the model, each in the format that it is
-    usually given, the one for a CPU first. Engines whose package is missing come last."""
+    """Return every engine that can run the model, each in its usual weight format. Engines whose
+    package is not installed come last; otherwise they are in the order of BACKENDS."""
+    engines = []
+    for backend, row in BACKENDS.items():
+        formats = _formats(model, backend) if row.has_weights else None
+        if formats is not None:
+            engines.append(Engine(backend, formats[0]))
     missing = missing_backends()
-    engines = [
-        Engine(name, engine_formats[0])
-        for name, row in BACKENDS.items()
-        if row.has_weights and (engine_formats := _formats(model, name)) is not None
-    ]
     return tuple(sorted(engines, key=lambda engine: engine.backend in missing))
 
 
 def engines_on(model: ModelIdentity, backend: str, formats: Sequence[str] = ()) -> list[Engine]:
-    """Return the model on one backend, in each of `formats` that both have (none: in the usual
-    one); [] where the backend cannot run it. Raises BackendUnavailable."""
+    """Return the engines that run the model on one backend, one for each of `formats` that both
+    support; without `formats`, the one with the usual format. [] if there are none.
+
+    Raises BackendUnavailable if there is no such backend.
+    """
     available = _formats(model, backend)
     if available is None:
         return []
     if not formats or not spec_of(backend).has_weights:
         return [Engine(backend, available[0])]
-    return [
-        Engine(backend, weight_format)
-        for weight_format in dict.fromkeys(_chosen(available, formats))
-    ]
+    selected = _selected_formats(available, formats)
+    return [Engine(backend, weight_format) for weight_format in selected]
 
 
-def _chosen(available: Sequence[str], formats: Sequence[str]) -> list[str]:
-    """Return the formats that are asked for; Q4_K takes Q4_K_M and Q4_K_S."""
-    if tuple(available) == ("",):  # not known before the model is fetched: it is checked then
-        return list(formats)
-    chosen = []
-    for wanted_format in formats:
-        exact = [format_name for format_name in available if format_name == wanted_format]
-        same = [
-            format_name for format_name in available if format_name.lower() == wanted_format.lower()
-        ]
-        same_family = [
-            format_name
-            for format_name in available
-            if format_name.lower().startswith(f"{wanted_format.lower()}_")
-        ]
-        chosen += exact or same or same_family
-    return chosen
+def _selected_formats(available: Sequence[str], requested: Sequence[str]) -> list[str]:
+    """Return the available formats that the user requested, without duplicates.
+
+    A request selects the format of this name, else those that differ in case only, else those of
+    its family: "q4_k" selects Q4_K_M and Q4_K_S.
+    """
+    if tuple(available) == ("",):  # unknown until the model is fetched, and checked then
+        return list(dict.fromkeys(requested))
+    selected: list[str] = []
+    for request in requested:
+        lowered = request.lower()
+        same = [name for name in available if name.lower() == lowered]
+        same_family = [name for name in available if name.lower().startswith(f"{lowered}_")]
+        selected += [request] if request in available else same or same_family
+    return list(dict.fromkeys(selected))
 
 
 def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
-    """Return the formats in which a backend can run the model, the usual one first; None: it
-    cannot."""
+    """Return the formats in which a backend can run the model, the usual one first. ("",) if the
+    backend needs no weights or the format is not known yet; None if it cannot run the model."""
     row = spec_of(backend)
     if not row.has_weights:
         return ("",)
-    if row.weights is None:  # code from elsewhere: trying tells
-        kinds = [kind for kind in ("hf", "gguf", "onnx") if kind in model.formats]
-        usual = DEFAULT_FORMATS["hf"] if model.kind == "ladder" else ""
-        return tuple(
-            filter(
-                None,
-                (
-                    usual,
-                    *(weight_format for kind in kinds for weight_format in model.formats[kind]),
-                ),
-            )
-        )
+    if row.weights is None:  # a class outside the table reads any kind of files
+        formats_of_all_kinds = [DEFAULT_FORMATS["hf"]] if model.kind == "ladder" else []
+        for kind in ("hf", "gguf", "onnx"):
+            formats_of_all_kinds += model.formats.get(kind, ())
+        return tuple(name for name in formats_of_all_kinds if name) or ("",)
     formats = model.formats.get(row.weights)
     if formats is None:
         return None
@@ -100,7 +93,8 @@ def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
 
 
 def refusal(model: ModelIdentity, backends: Sequence[str] | None, formats: Sequence[str]) -> str:
-    """Return why no engine of the campaign can run the model, and which engines could."""
+    """Return a sentence that says why no engine with these backends and weight formats can run the
+    model (None, empty: any), and which engines can."""
     description: str = {
         "ladder": "a ladder model",
         "gguf": "a GGUF file",
@@ -109,19 +103,19 @@ def refusal(model: ModelIdentity, backends: Sequence[str] | None, formats: Seque
     }[model.kind]
     if model.weight_format:
         description += f" in {model.weight_format}"
-    requirements = " and ".join(
-        f"{name} = {', '.join(values)}"
-        for name, values in (("backends", backends), ("formats", formats))
-        if values
-    )
-    able_engines = ", ".join(
-        f"{engine.backend} ({', '.join(filter(None, _formats(model, engine.backend) or ()))})"
-        for engine in usual_engines(model)
-    )
+    requirements = []
+    if backends:
+        requirements.append(f"backends = {', '.join(backends)}")
+    if formats:
+        requirements.append(f"formats = {', '.join(formats)}")
+    possible_engines = []
+    for engine in usual_engines(model):
+        names = [name for name in _formats(model, engine.backend) or () if name]
+        possible_engines.append(f"{engine.backend} ({', '.join(names)})")
     hint = ""
     if model.kind == "gguf" and model.name == PACKAGED:
         hint = ". onnx and torch run its folder of safetensors, or its hub id"
     return (
-        f"{model.name} is {description}, which {requirements or 'no engine here'} cannot run. "
-        f"Engines that can: {able_engines}{hint}"
+        f"{model.name} is {description}, which {' and '.join(requirements) or 'no engine here'} "
+        f"cannot run. Engines that can: {', '.join(possible_engines)}{hint}"
     )

@@ -38,14 +38,14 @@ from crossover.models.machine_limits import cpu_name
 from crossover.models.weights_manifest import Progress
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
 from crossover.serving.backends.llama_cpp.batching import (
-    KV_BLOCK,
     NEVER,
     NO_TOKEN,
     Batch,
     calls_of,
     dummies,
 )
-from crossover.serving.backends.llama_cpp.library import LOG, build_details, is_memory
+from crossover.serving.backends.llama_cpp.cache_layout import KV_BLOCK
+from crossover.serving.backends.llama_cpp.library import LOG, build_details, is_out_of_memory
 from crossover.serving.backends.llama_cpp.loading import Loader
 from crossover.serving.errors import EngineFailed, KvFull, OutOfMemory
 from crossover.serving.sampling.batch_sampler import sample
@@ -54,6 +54,9 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 # Round figures of a CPU, to decide whether splitting a step pays off.
 READ_BYTES_PER_SECOND = 8e9  # weights that one core reads
 FLOPS_PER_THREAD = 40e9
+# A prompt of so many tokens for each thread gets a call of its own: its arithmetic then takes
+# longer than reading the weights once more.
+TOKENS_PER_THREAD_AND_PASS = 4
 # Codes that llama_decode returns. Others: 2 aborted, -1 invalid batch, lower: fatal.
 _OK, _KV_FULL = 0, 1
 
@@ -96,7 +99,9 @@ class LlamaCppBackend:
             self._allows_dummies = not (self._has_state or loader.has_experts(self._model))
             self._min_split_tokens = self._tokens_worth_a_split(config)
             self.info = self._describe(config, vocabulary)
-            progress("first step", None)  # so that the page faults happen now
+            # The first step faults the pages of all weights in. It runs now, so that the first
+            # request does not pay for that.
+            progress("first step", None)
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
             self.truncate(0, 0)
         except BaseException:
@@ -109,22 +114,25 @@ class LlamaCppBackend:
         for row in rows:
             check_row(row, self._lengths[row.slot], self.info.settings.context_tokens)
             self.truncate(row.slot, row.start)
-        by_slot = {row.slot: row for row in rows}
-        samples: dict[int, Sampled] = {}
+        row_of_slot = {row.slot: row for row in rows}
+        sampled_by_slot: dict[int, Sampled] = {}
         self.last_decode_seconds = None
         calls = [rows]
         if self._min_split_tokens is not None:
-            calls = calls_of(rows, self._min_split_tokens, 4 * self._threads)
+            min_own_call = TOKENS_PER_THREAD_AND_PASS * self._threads
+            calls = calls_of(rows, self._min_split_tokens, min_own_call)
         for call in calls:
             started = time.perf_counter()
             self._decode(self._with_dummies(call))
             if all(len(row.tokens) == 1 for row in call):
                 self.last_decode_seconds = time.perf_counter() - started
-            sampling_rows = [by_slot[piece.slot] for piece in call if piece.wants_token]
+            # Of a row that was split, `call` has only a piece. Sampling needs the row itself.
+            sampling_rows = [row_of_slot[piece.slot] for piece in call if piece.wants_token]
             if sampling_rows:
-                tokens = sample(self._logits(len(sampling_rows)), sampling_rows)
-                samples |= zip([row.slot for row in sampling_rows], tokens, strict=True)
-        return [samples[row.slot] for row in rows if row.wants_token]
+                sampled = sample(self._logits(len(sampling_rows)), sampling_rows)
+                for row, token in zip(sampling_rows, sampled, strict=True):
+                    sampled_by_slot[row.slot] = token
+        return [sampled_by_slot[row.slot] for row in rows if row.wants_token]
 
     def _decode(self, rows: list[Row]) -> None:
         """Compute one call. Raises KvFull, OutOfMemory, EngineFailed."""
@@ -155,12 +163,17 @@ class LlamaCppBackend:
         is_decode = all(len(row.tokens) == 1 for row in call)
         if self._unified or not self._allows_dummies or not is_decode:
             return call
-        used_slots, lengths = {row.slot for row in call}, self._lengths
+        used_slots = {row.slot for row in call}
         context = self.info.settings.context_tokens
-        free_slots = {slot for slot, tokens in enumerate(lengths) if tokens < context}
-        dummy_slots = dummies(used_slots, free_slots - used_slots)
-        rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in dummy_slots]
-        return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
+        # A dummy token takes a KV entry during the call, so full slots cannot compute one.
+        slots_with_room = {slot for slot, tokens in enumerate(self._lengths) if tokens < context}
+        dummy_rows = [
+            Row(slot, NO_TOKEN, self._lengths[slot], wants_token=False)
+            for slot in dummies(used_slots, slots_with_room - used_slots)
+        ]
+        if not dummy_rows:
+            return call
+        return sorted([*call, *dummy_rows], key=lambda row: row.slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Make the target slot's KV cache the first `tokens` tokens of the source slot's. In a
@@ -179,16 +192,17 @@ class LlamaCppBackend:
         """Keep only the first `tokens` tokens of a slot. Raises EngineFailed if this is
         impossible."""
         slot_tokens = self._lengths[slot]
-        if tokens < slot_tokens:
-            is_possible = tokens == 0 or self._can_rewind
-            if not (
-                is_possible and self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1)
-            ):
-                raise EngineFailed(
-                    f"llama.cpp cannot cut slot {slot} back from {slot_tokens} to {tokens} tokens: "
-                    f"{self._why_not_rewinds or 'it gives no reason'}"
-                )
-            self._lengths[slot] = tokens
+        if tokens >= slot_tokens:
+            return
+        is_truncated = False
+        if tokens == 0 or self._can_rewind:
+            is_truncated = self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1)
+        if not is_truncated:
+            raise EngineFailed(
+                f"llama.cpp cannot cut slot {slot} back from {slot_tokens} to {tokens} tokens: "
+                f"{self._why_not_rewinds or 'it gives no reason'}"
+            )
+        self._lengths[slot] = tokens
 
     def save(self, slot: int) -> SavedState:
         """Return a checkpoint of the slot: a copy of its recurrent state, or of its windows."""
@@ -222,6 +236,7 @@ class LlamaCppBackend:
         return data
 
     def _set_state(self, slot: int, data: npt.NDArray[np.uint8], flags: int) -> None:
+        """Overwrite a slot's state with what `_state` returned. Raises EngineFailed."""
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bytes_read = self._llama.llama_state_seq_set_data_ext(
             self._context, pointer, len(data), slot, flags
@@ -249,10 +264,12 @@ class LlamaCppBackend:
             return NEVER
         llama, model = self._llama, self._model
         width, layers = llama.llama_model_n_embd(model), llama.llama_model_n_layer(model)
+        # A token that is split off does not attend to one KV block: two products (scores, values)
+        # of 2 operations for each element.
         saved_flops_per_token = 4 * KV_BLOCK * width * layers
-        pass_flops = (
-            llama.llama_model_size(model) / READ_BYTES_PER_SECOND * FLOPS_PER_THREAD * self._threads
-        )
+        # What the threads could compute while the weights are read once more.
+        pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
+        pass_flops = pass_seconds * FLOPS_PER_THREAD * self._threads
         tokens: int = round(pass_flops / saved_flops_per_token)
         return min(KV_BLOCK, max(1, tokens))
 
@@ -291,6 +308,6 @@ class LlamaCppBackend:
         if code == _KV_FULL:
             return KvFull(f"{subject} found no room among {self.info.settings.kv_tokens} KV tokens")
         reason = LOG.reason()
-        if is_memory(reason):
+        if is_out_of_memory(reason):
             return OutOfMemory(f"llama.cpp ran out of memory in {subject}: {reason}")
         return EngineFailed(f"llama_decode returned {code} for {subject}: {reason}")

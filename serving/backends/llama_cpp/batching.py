@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from crossover.serving.backends.llama_cpp.cache_layout import KV_BLOCK
 from crossover.serving.sampling.step_inputs import Row, Tokens
 
-NEVER = 1 << 30  # more tokens than any row has
-KV_BLOCK = 256  # llama.cpp rounds the KV length that a pass attends to up to a multiple of this
-FEW_TOKENS, MANY_TOKENS = 4, 16  # block sizes of the matrix kernels, in tokens
+NEVER = 1 << 30  # as a minimum of tokens: more than any row has
+SMALL_BLOCK, LARGE_BLOCK = 4, 16  # tokens that the matrix kernels multiply with at a time
 
 # Costs of a pass over neighboring slots without attention: of starting the pass, of a block of 4
 # rows, and of a block of 16 rows. The unit is the cost of a single row. On an AVX2 core, 1, 4, 8,
 # 12, 15 and 16 rows of 135M Q4_0 take 11, 35, 65, 94, 115 and 105 ms, of which attention and head
 # are 2.2 ms per row.
-_PASS_COST, _FEW_COST, _MANY_COST = 0.7, 2.3, 7.2
+_PASS_COST, _SMALL_BLOCK_COST, _LARGE_BLOCK_COST = 0.7, 2.3, 7.2
 _DUMMY_COST = 0.15  # of a dummy row that completes a block: only its attention costs extra
 NO_TOKEN: Tokens = np.zeros(1, np.int32)  # the tokens of a dummy row
 
@@ -44,36 +44,51 @@ def calls_of(rows: list[Row], min_split_tokens: int, min_own_call: int) -> list[
     """
     calls: list[list[Row]] = []
     while True:
-        first_pieces, later_pieces = [], []
+        first_pieces, remaining_rows = [], []
         for row in rows:
-            # The end of the first block up to which the row has at least `min_split_tokens`.
-            end = -(-(row.start + min_split_tokens) // KV_BLOCK) * KV_BLOCK - row.start
-            if end < len(row.tokens):
-                first_pieces.append(replace(row, tokens=row.tokens[:end], wants_token=False))
-                row = replace(row, tokens=row.tokens[end:], start=row.start + end)
-            later_pieces.append(row)
+            # How many tokens of the row lie before the end of the first KV block at which there
+            # are at least `min_split_tokens`.
+            block_end = -(-(row.start + min_split_tokens) // KV_BLOCK) * KV_BLOCK
+            count = block_end - row.start
+            if count < len(row.tokens):
+                first_pieces.append(replace(row, tokens=row.tokens[:count], wants_token=False))
+                row = replace(row, tokens=row.tokens[count:], start=block_end)
+            remaining_rows.append(row)
         if not first_pieces:
             break
         calls.append(first_pieces)
-        rows = later_pieces
-    counts = [(len(row.tokens), row) for row in rows]
-    prompts = [[row] for count, row in counts if count >= max(2, min_own_call)]
-    short_prompts = [row for count, row in counts if 1 < count < min_own_call]
-    decoding = [row for count, row in counts if count == 1]
-    return [*calls, *prompts, *(call for call in (short_prompts, decoding) if call)]
+        rows = remaining_rows
+    decoding: list[Row] = []
+    short_prompts: list[Row] = []
+    for row in rows:
+        if len(row.tokens) == 1:
+            decoding.append(row)
+        elif len(row.tokens) < min_own_call:
+            short_prompts.append(row)
+        else:
+            calls.append([row])
+    if short_prompts:
+        calls.append(short_prompts)
+    if decoding:
+        calls.append(decoding)
+    return calls
 
 
 def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
     """Return the free slots that should compute a dummy token beside the decoding slots, because
     closing a gap between slots or completing a block saves more than the dummy rows cost."""
-    ordered, chosen = sorted(decoding), list[int]()
+    ordered = sorted(decoding)
     gaps = [range(below + 1, above) for below, above in pairwise(ordered) if above > below + 1]
-    gaps += [range(ordered[-1] + 1, ordered[-1] + 1 + more) for more in range(1, FEW_TOKENS)]
+    # Up to 3 slots behind the last decoding one may complete a block of 4 rows.
+    behind_last = ordered[-1] + 1
+    gaps += [range(behind_last, behind_last + count) for count in range(1, SMALL_BLOCK)]
+    chosen: list[int] = []
     for gap in gaps:
         computed = [*decoding, *chosen]
         added = [slot for slot in gap if slot not in chosen]
         if all(slot in free for slot in added):
-            if _cost([*computed, *added]) + _DUMMY_COST * len(added) < _cost(computed):
+            cost_with_dummies = _cost([*computed, *added]) + _DUMMY_COST * len(added)
+            if cost_with_dummies < _cost(computed):
                 chosen += added
     return chosen
 
@@ -81,18 +96,19 @@ def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
 def _cost(slots: Collection[int]) -> float:
     """Return the cost of one token in each of these slots, with one pass for each run of
     neighboring slots. The unit is the cost of a single row."""
-    present = set(slots)
+    computed = set(slots)
     total = 0.0
-    for slot in present:
-        if slot - 1 in present:
-            continue
+    for slot in computed:
+        if slot - 1 in computed:
+            continue  # not the first of its run
         count = 1
-        while slot + count in present:
+        while slot + count in computed:
             count += 1
-        large_blocks, remaining = divmod(count, MANY_TOKENS)
-        small_blocks, single_rows = divmod(remaining, FEW_TOKENS)
-        pass_cost = _PASS_COST if large_blocks or small_blocks else 0.0
-        total += pass_cost + large_blocks * _MANY_COST + small_blocks * _FEW_COST + single_rows
+        large_blocks, remaining = divmod(count, LARGE_BLOCK)
+        small_blocks, single_rows = divmod(remaining, SMALL_BLOCK)
+        if large_blocks or small_blocks:
+            total += _PASS_COST
+        total += large_blocks * _LARGE_BLOCK_COST + small_blocks * _SMALL_BLOCK_COST + single_rows
     return total
 
 
@@ -100,37 +116,40 @@ class Batch:
     """llama.cpp's batch on numpy arrays that are allocated once, so that a step only writes
     numbers."""
 
-    def __init__(self, llama: Any, tokens: int) -> None:
-        """`tokens` is the maximum of a call."""
-        self._token, self._position, self._slot = np.zeros((3, tokens), np.int32)
-        self._wanted, self._ones = np.zeros(tokens, np.int8), np.ones(tokens, np.int32)
-        self._slot_of = self._slot.ctypes.data + 4 * np.arange(tokens, dtype=np.uintp)  # pointers
+    def __init__(self, llama: Any, max_tokens: int) -> None:
+        """`max_tokens` is the maximum of one call."""
+        self._token, self._position, self._slot = np.zeros((3, max_tokens), np.int32)
+        self._wants_logits = np.zeros(max_tokens, np.int8)
+        # llama.cpp allows a token to be in several sequences, so it takes for each token a number
+        # of sequences, here 1, and a pointer to a list of them, here one int32 of `_slot`.
+        self._ones = np.ones(max_tokens, np.int32)
+        self._slot_pointers = self._slot.ctypes.data + 4 * np.arange(max_tokens, dtype=np.uintp)
         self.batch = llama.llama_batch()
-        kinds = dict(llama.llama_batch._fields_)
+        pointer_types = dict(llama.llama_batch._fields_)
         for name, array in (
             ("token", self._token),
             ("pos", self._position),
             ("n_seq_id", self._ones),
-            ("seq_id", self._slot_of),
-            ("logits", self._wanted),
+            ("seq_id", self._slot_pointers),
+            ("logits", self._wants_logits),
         ):
-            setattr(self.batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
+            setattr(self.batch, name, ctypes.cast(array.ctypes.data, pointer_types[name]))
 
     def fill(self, rows: list[Row]) -> None:
         """Write the tokens of these rows."""
-        counts = [len(row.tokens) for row in rows]
-        count = sum(counts)
+        row_lengths = [len(row.tokens) for row in rows]
+        count = sum(row_lengths)
         np.concatenate([row.tokens for row in rows], out=self._token[:count])
-        if count == len(rows):
+        if count == len(rows):  # one token each
             self._position[:count] = [row.start for row in rows]
             self._slot[:count] = [row.slot for row in rows]
-            self._wanted[:count] = [row.wants_token for row in rows]
+            self._wants_logits[:count] = [row.wants_token for row in rows]
         else:
-            self._wanted[:count] = 0
+            self._wants_logits[:count] = 0
             end = 0
-            for row, length in zip(rows, counts, strict=True):
+            for row, length in zip(rows, row_lengths, strict=True):
                 begin, end = end, end + length
                 self._position[begin:end] = np.arange(row.start, row.start + length)
                 self._slot[begin:end] = row.slot
-                self._wanted[end - 1] = row.wants_token
+                self._wants_logits[end - 1] = row.wants_token
         self.batch.n_tokens = count

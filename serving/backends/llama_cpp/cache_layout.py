@@ -9,6 +9,7 @@ from __future__ import annotations
 from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from crossover.serving.capacity.choose_slot import max_checkpoints
 
+KV_BLOCK = 256  # llama.cpp rounds the lengths of KV caches up to multiples of this many tokens
 PASS_TOKENS = 512  # maximum tokens of one pass over the weights; a longer step takes several passes
 # Layers keep only the window if the context is more than this many times as long as what they then
 # keep. The price is that a slot can no longer be truncated to an arbitrary prefix, only restored
@@ -33,7 +34,12 @@ def kept_window_tokens(window: int, context_tokens: int) -> int:
     window and the tokens of one pass, rounded up to a multiple of 256."""
     if not keeps_windows_only(window, context_tokens):
         return context_tokens
-    return min(context_tokens, -(-(window + PASS_TOKENS) // 256) * 256)
+    return min(context_tokens, kv_row_tokens(window + PASS_TOKENS))
+
+
+def kv_row_tokens(context_tokens: int) -> int:
+    """Return the tokens of a slot's own KV row, which llama.cpp rounds up to whole blocks."""
+    return -(-context_tokens // KV_BLOCK) * KV_BLOCK
 
 
 def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
@@ -41,21 +47,22 @@ def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
 
     Without flash attention, which is assumed, llama.cpp pads V of every layer to the widest.
     """
-    elements = sum(
-        token_elements
-        * (tokens if window is None else slots * kept_window_tokens(window, tokens // slots))
-        for token_elements, window in _cache_groups(spec)
-    )
+    elements = 0
+    for token_elements, window in _cache_groups(spec):
+        kept_tokens = tokens
+        if window is not None:
+            kept_tokens = slots * kept_window_tokens(window, tokens // slots)
+        elements += token_elements * kept_tokens
     return int(elements * KV_ELEMENT_BYTES[kv_dtype])
 
 
 def state_bytes(
     spec: ModelSpec, tokens: int, slots: int, kv_dtype: str, has_checkpoints: bool
 ) -> int:
-    """Return the bytes of the recurrent states of all slots.
+    """Return the bytes of the recurrent states of all slots; 0 if the model has none.
 
-    `has_checkpoints`: add those that the engine makes, from which a slot is restored to a prefix
-    that another prompt shares.
+    `has_checkpoints`: include the checkpoints, from which the engine restores a slot to a prefix
+    that it shares with another prompt.
     """
     states = slots * spec.state_bytes_per_slot
     if not has_checkpoints:
@@ -67,11 +74,11 @@ def state_bytes(
 def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
     """Return the bytes of one checkpoint: a slot's recurrent state, and the windows of layers that
     keep only these. 0 if slots can be truncated, since they need no checkpoints then."""
-    window_elements = sum(
-        token_elements * kept_window_tokens(window, tokens // slots)
-        for token_elements, window in _cache_groups(spec)
-        if window is not None and keeps_windows_only(window, tokens // slots)
-    )
+    context_tokens = tokens // slots
+    window_elements = 0
+    for token_elements, window in _cache_groups(spec):
+        if window is not None and keeps_windows_only(window, context_tokens):
+            window_elements += token_elements * kept_window_tokens(window, context_tokens)
     return spec.state_bytes_per_slot + int(window_elements * KV_ELEMENT_BYTES[kv_dtype])
 
 
@@ -92,10 +99,9 @@ def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
     The allocator of llama.cpp 0.5 gives exactly this for llama, qwen2, qwen3 and qwen3moe. Shapes
     with other tensors have their own numbers in `ModelSpec.scratch`.
     """
-    windows = {group.window for group in spec.cache_groups}
-    mask_tokens = sum(
-        attended if window is None else kept_window_tokens(window, attended) for window in windows
-    )
+    mask_tokens = 0  # masks * n
+    for window in {group.window for group in spec.cache_groups}:
+        mask_tokens += attended if window is None else kept_window_tokens(window, attended)
     queries, values = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if spec.scratch is not None:
         attention, largest = spec.scratch.attention_elements, spec.scratch.largest_elements
@@ -112,9 +118,14 @@ def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
 
 def _cache_groups(spec: ModelSpec) -> list[tuple[int, int | None]]:
     """Return, for each group of equal layers, the elements that they cache per token, and their
-    sliding window in tokens (None: none). All values are padded to the longest."""
-    longest = max((group.values for group in spec.cache_groups), default=0)
-    return [
-        (group.layers * (group.keys + (longest if group.values else 0)), group.window)
-        for group in spec.cache_groups
-    ]
+    sliding window in tokens (None: none).
+
+    llama.cpp pads the values of every layer to the widest. Layers with latent attention cache no
+    values of their own, so there is nothing to pad.
+    """
+    widest_values = max((group.values for group in spec.cache_groups), default=0)
+    groups = []
+    for group in spec.cache_groups:
+        values = widest_values if group.values else 0
+        groups.append((group.layers * (group.keys + values), group.window))
+    return groups

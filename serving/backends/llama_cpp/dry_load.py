@@ -37,7 +37,8 @@ _ERRORS: dict[str, type[Exception]] = {
     for kind in (BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory)
 }
 _MIB = 1 << 20
-# Lines of llama.cpp's log, such as "llama_kv_cache: size =   12.00 MiB ( 2048 cells, ..."
+# Fields of EngineMemory -> the lines of llama.cpp's log whose sizes add up to them, such as
+# "llama_kv_cache: size =   12.00 MiB ( 2048 cells, ..."
 _SIZES = {
     "kv_bytes": re.compile(r"llama_kv_cache\w*: size = +([\d.]+) MiB"),
     "state_bytes": re.compile(r"llama_memory_recurrent: size = +([\d.]+) MiB"),
@@ -72,7 +73,8 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[EngineMemor
     if isinstance(answer, _Failure):
         if answer.kind == Unsupported.__name__:
             raise Unsupported(answer.text, "options")
-        raise _ERRORS.get(answer.kind, BrokenWeights)(answer.text)
+        error_type = _ERRORS.get(answer.kind, BrokenWeights)
+        raise error_type(answer.text)
     return tuple(answer)
 
 
@@ -85,25 +87,17 @@ def reported_memory(
 ) -> tuple[EngineMemory, ...]:
     """Return the memory that llama.cpp and its checkpoints need besides the weights of a file.
 
-    The context is the requested one. If none is requested, there is one entry for each doubling
-    from MIN_CONTEXT to the model's maximum, in ascending order. `options` are those of the backend.
+    The context is the requested one, or the requested KV tokens if these are fewer. If neither is
+    requested, there is one entry for each doubling from MIN_CONTEXT to the model's maximum, in
+    ascending order. `options` are those of the backend.
 
     Raises UnsupportedModel if the model has no cache at all, and what `dry_load` raises.
     """
-    max_context = spec.context
-    contexts = [min(requested.context_tokens or MIN_CONTEXT, max_context)]
     if requested.context_tokens is None and requested.kv_tokens is None:
-        while contexts[-1] < max_context:
-            contexts.append(min(2 * contexts[-1], max_context))
-        # The cache shrinks where layers begin to keep only their windows. Both sides of this step
-        # are included, so that linear interpolation between two entries is right.
-        longest_whole = longest_whole_context(spec.window_tokens)
-        step_contexts = (longest_whole, longest_whole + 1)
-        contexts = sorted(
-            {*contexts, *(context for context in step_contexts if 0 < context <= max_context)}
-        )
-    if requested.kv_tokens is not None:
-        contexts = [min(contexts[0], requested.kv_tokens)]
+        contexts = _sampled_contexts(spec)
+    else:
+        context = min(requested.context_tokens or MIN_CONTEXT, spec.context)
+        contexts = [min(context, requested.kv_tokens or context)]
     settings = requested.filled(DEFAULT_SETTINGS["cpu"])
     config = EngineConfig(
         backend="llama_cpp",
@@ -122,6 +116,22 @@ def reported_memory(
     return tuple(_with_checkpoints(entry, spec, config) for entry in memory_by_context)
 
 
+def _sampled_contexts(spec: ModelSpec) -> list[int]:
+    """Return the context lengths at which memory is read, ascending: the doublings of MIN_CONTEXT
+    up to the model's maximum, and the maximum."""
+    max_context = spec.context
+    contexts = [min(MIN_CONTEXT, max_context)]
+    while contexts[-1] < max_context:
+        contexts.append(min(2 * contexts[-1], max_context))
+    # The cache shrinks where layers begin to keep only their windows. Both sides of this step are
+    # included, so that linear interpolation between two entries is right.
+    longest_whole = longest_whole_context(spec.window_tokens)
+    for context in (longest_whole, longest_whole + 1):
+        if 0 < context <= max_context:
+            contexts.append(context)
+    return sorted(set(contexts))
+
+
 def _with_checkpoints(
     reported: EngineMemory, spec: ModelSpec, config: EngineConfig
 ) -> EngineMemory:
@@ -133,11 +143,13 @@ def _with_checkpoints(
     slots, kv_dtype = config.settings.slots, config.settings.kv_dtype
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
     tokens = slots * reported.context_tokens
-    exact_bytes = state_bytes(spec, tokens, slots, kv_dtype, has_checkpoints=False)
-    is_same = abs(exact_bytes - reported.state_bytes) <= 0.02 * _MIB
-    checkpoint_bytes = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_bytes
-    all_bytes = (exact_bytes if is_same else reported.state_bytes) + checkpoint_bytes
-    return msgspec.structs.replace(reported, state_bytes=all_bytes)
+    implied_bytes = state_bytes(spec, tokens, slots, kv_dtype, has_checkpoints=False)
+    with_checkpoints = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse)
+    checkpoint_bytes = with_checkpoints - implied_bytes
+    rounding_bytes = 0.02 * _MIB  # of three sums, each rounded to 0.01 MiB
+    is_same = abs(implied_bytes - reported.state_bytes) <= rounding_bytes
+    own_bytes = implied_bytes if is_same else reported.state_bytes
+    return msgspec.structs.replace(reported, state_bytes=own_bytes + checkpoint_bytes)
 
 
 def _measure(config: EngineConfig, contexts: list[int]) -> list[EngineMemory]:
@@ -150,18 +162,21 @@ def _measure(config: EngineConfig, contexts: list[int]) -> list[EngineMemory]:
         LOG.on_line = lines.append
         context = loader.context(model, tokens)
         LOG.on_line = None
-        sizes = {
-            name: round(
-                _MIB * sum(float(match[1]) for match in map(pattern.search, lines) if match)
-            )
-            for name, pattern in _SIZES.items()
-        }
-        memory_by_context.append(EngineMemory(context_tokens=tokens, **sizes))
         loader.llama.llama_free(context)
+        sizes = {name: _logged_bytes(pattern, lines) for name, pattern in _SIZES.items()}
+        memory_by_context.append(EngineMemory(context_tokens=tokens, **sizes))
     return memory_by_context
 
 
+def _logged_bytes(pattern: re.Pattern[str], lines: list[str]) -> int:
+    """Return the sum of the sizes in all lines that match; 0 if none does. The pattern's group is a
+    size in MiB."""
+    sizes_mib = [float(match[1]) for line in lines if (match := pattern.search(line))]
+    return round(_MIB * sum(sizes_mib))
+
+
 def _main() -> None:
+    """Run the child process: print a list of EngineMemory, or a _Failure, as JSON."""
     config, contexts = msgspec.json.decode(sys.argv[1], type=tuple[EngineConfig, list[int]])
     answer: list[EngineMemory] | _Failure
     try:

@@ -1,6 +1,7 @@
 """llama.cpp as a library: loading it, its log, and its build.
 
-The log of the process goes to one LogTail, so that an error message can end with llama.cpp's words.
+llama.cpp has one log for the whole process. LOG keeps its last errors, so that our error messages
+can give llama.cpp's reason.
 """
 
 from __future__ import annotations
@@ -21,34 +22,36 @@ from crossover.serving.hardware.gpus import VULKAN
 
 PACKAGE = "llama-cpp-python"
 
-_LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 3, 4, 5
+_LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 3, 4, 5  # enum ggml_log_level
 
 # GGML's name of a backend for GPUs -> the vendor whose GPUs it drives.
 VENDORS: dict[str, str] = {"CUDA": "nvidia", "ROCm": "amd", "Vulkan": VULKAN}
+# "using device CUDA0 (NVIDIA H200) (0000:18:00.0) - 142000 MiB free"; the group is the GPU's name.
 _DEVICE = re.compile(
     r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
 )
-
-_FUNCTION = re.compile(r"^\w+: (?:error loading model: )?")  # at the beginning of a line
+# The function's name at the beginning of an error: "llama_model_load: error loading model: ..."
+_FUNCTION = re.compile(r"^\w+: (?:error loading model: )?")
 
 
 class LogTail:
-    """llama.cpp's log: the last errors for messages, and the GPU that a load uses."""
+    """The last warnings and errors of llama.cpp's log, and the GPU that a load uses."""
 
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
-        self.gpu: str | None = None  # its name, without what differs at every load
+        self.gpu: str | None = None  # the GPU's name; None: no model was loaded on a GPU
         self.on_line: Callable[[str], None] | None = None  # called with every line
-        self._level = 0
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
-            self._take
+        self._level = 0  # of the line before
+        # As attributes, because ctypes does not keep the callbacks that it gives to C alive.
+        self._log_callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+            self.add
         )
-        self._last_word = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._abort)
+        self._abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._print_abort)
 
     def install(self, llama: Any) -> None:
-        """Make this the log of the process, which has only one."""
-        llama.llama_log_set(self._callback, ctypes.c_void_p(0))
-        llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
+        """Make llama.cpp write its log here."""
+        llama.llama_log_set(self._log_callback, ctypes.c_void_p(0))
+        llama.llama_cpp._lib.ggml_set_abort_callback(self._abort_callback)
 
     def reason(self) -> str:
         """Return the last errors of the log in one line, without folders and function names."""
@@ -57,8 +60,11 @@ class LogTail:
         informative = [line for line in lines if line != "failed to load model"] or lines
         return _without_folders("; ".join(informative) or "no reason given")
 
-    def _take(self, level: int, text: bytes, _: Any) -> None:
-        self._level = level = self._level if level == _LOG_CONTINUED else level
+    def add(self, level: int, text: bytes, _: Any) -> None:
+        """Take one line from llama.cpp. A continued line has the level of the line before it."""
+        if level == _LOG_CONTINUED:
+            level = self._level
+        self._level = level
         line = text.decode("utf-8", "replace").strip()
         if self.on_line is not None:
             self.on_line(line)
@@ -67,16 +73,17 @@ class LogTail:
         if level == _LOG_ERROR and line:
             # Printed too, because llama.cpp ends the process after some errors, such as CUDA's.
             print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
-        if device := _DEVICE.search(line):
-            self.gpu = self.gpu or device[1]
+        if self.gpu is None and (device := _DEVICE.search(line)):
+            self.gpu = device[1]
 
-    def _abort(self, message: bytes) -> None:
-        """Print the reason in place of a backtrace; llama.cpp ends the process after it."""
+    def _print_abort(self, message: bytes) -> None:
+        """Print why llama.cpp is about to abort the process, instead of its backtrace."""
         line = _without_folders(message.decode("utf-8", "replace").strip())
         print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
 
 
 def _without_folders(text: str) -> str:
+    """Return the text with each absolute path shortened to its last part."""
     return re.sub(r"(?:/[^/\s'\"]+)+/", "", text)
 
 
@@ -84,10 +91,11 @@ LOG = LogTail()
 
 
 def library() -> Any:
-    """Return the llama_cpp module with its log in LOG. Raises BackendUnavailable."""
+    """Return the llama_cpp module, which logs to LOG. Raises BackendUnavailable."""
     try:
         import llama_cpp
-    except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library
+    except (ImportError, OSError, RuntimeError) as problem:
+        # llama_cpp raises RuntimeError if its shared library cannot be loaded.
         raise BackendUnavailable(
             f"{PACKAGE} cannot be imported: {problem}. Install it: pip install "
             "'llm-crossover[llama-cpp]'"
@@ -118,20 +126,28 @@ def probe() -> BackendProbe:
     """Return what this build of llama.cpp supports. Runs in a child process."""
     llama = library()
     find_backend = llama.llama_cpp._lib.ggml_backend_reg_by_name
-    find_backend.argtypes, find_backend.restype = [ctypes.c_char_p], ctypes.c_void_p
-    build = next((name for name in VENDORS if find_backend(name.encode())), "")
-    gpu, cause = bool(llama.llama_supports_gpu_offload()), Cause.no_device
-    note = f"built with {build}" if gpu else f"built with {build}, which finds no device here"
-    if not build:
-        note, cause = "this build of llama.cpp is for the CPU only", Cause.backend_missing
+    find_backend.argtypes = [ctypes.c_char_p]
+    find_backend.restype = ctypes.c_void_p
+    gpu_backends = [name for name in VENDORS if find_backend(name.encode())]
+    gpu_backend = gpu_backends[0] if gpu_backends else None
+    has_gpu = bool(llama.llama_supports_gpu_offload())
+    cause: Cause | None = None
+    if gpu_backend is None:
+        note = "this build of llama.cpp is for the CPU only"
+        cause = Cause.backend_missing
+    elif has_gpu:
+        note = f"built with {gpu_backend}"
+    else:
+        note = f"built with {gpu_backend}, which finds no device here"
+        cause = Cause.no_device
     return BackendProbe(
         "llama_cpp",
         works=True,
         version=llama.__version__,
-        gpu=gpu,
+        gpu=has_gpu,
         gpu_note=note,
-        gpu_cause=None if gpu else cause,
-        gpu_vendor=VENDORS.get(build),
+        gpu_cause=None if has_gpu else cause,
+        gpu_vendor=None if gpu_backend is None else VENDORS[gpu_backend],
         details=build_details(llama),
     )
 
@@ -146,7 +162,7 @@ def build_details(llama: Any) -> dict[str, str]:
     }
 
 
-def is_memory(reason: str) -> bool:
+def is_out_of_memory(reason: str) -> bool:
     """Return whether llama.cpp's error says that memory ran out."""
     pattern = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
     return re.search(pattern, reason, re.IGNORECASE) is not None

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
 from crossover.models.weights_manifest import Progress
 from crossover.serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
-from crossover.serving.backends.llama_cpp.cache_layout import PASS_TOKENS, keeps_windows_only
-from crossover.serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
+from crossover.serving.backends.llama_cpp.cache_layout import (
+    PASS_TOKENS,
+    keeps_windows_only,
+    kv_row_tokens,
+)
+from crossover.serving.backends.llama_cpp.library import LOG, PACKAGE, is_out_of_memory, library
 from crossover.serving.capacity.scheduler_settings import AUTO
 from crossover.serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 from crossover.serving.hardware.machine_facts import allowed_cores
@@ -23,7 +27,7 @@ from crossover.serving.hardware.machine_facts import allowed_cores
 # ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
-QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
+QUANTIZED_KV = ("q8_0", "q4_0")  # these need flash attention
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
@@ -32,11 +36,15 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     # auto: off on a CPU unless kv_dtype needs it (see backend.py); on a GPU llama.cpp decides.
     flash_attention: Literal["auto", "off", "on"] = "auto"
     mlock: bool = False  # keep the weights from being swapped out
-    gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # on the GPU; -1: all
+    gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # number of layers on the GPU; -1: all
 
 
 class Loader:
-    """The library with one configuration. Raises Unsupported, BackendUnavailable, BrokenWeights."""
+    """Loads the GGUF file of one configuration.
+
+    The constructor loads the library and checks the configuration. Raises Unsupported,
+    BackendUnavailable, BrokenWeights.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -47,31 +55,32 @@ class Loader:
         self.kv_dtype = "fp16" if settings.kv_dtype == AUTO else settings.kv_dtype
         self.attention = options.flash_attention
         if self.attention == "auto" and config.device != "gpu":
-            self.attention = "on" if self.kv_dtype in QUANTISED_KV else "off"
-        # A KV part for each slot, or, where that would take more than kv_tokens, one pool for all,
-        # whose rows attend to all rows' tokens.
+            self.attention = "on" if self.kv_dtype in QUANTIZED_KV else "off"
+        # Unified: one KV pool for all slots, in which every row's attention also runs over the
+        # (masked) tokens of the others. It is only used if a separate KV part for each slot would
+        # take more than kv_tokens.
         self.is_unified = settings.pool_tokens < settings.slots * settings.context_tokens
         self._file = Path(config.model_path)
         self._check()
 
     def _check(self) -> None:
-        """Refuse what can be refused before anything is loaded."""
+        """Check everything that can be checked before the file is read."""
         config, settings = self.config, self.config.settings
         max_slots = int(self.llama.llama_max_parallel_sequences())
 
-        def need(is_met: bool, key: str, requirement: str) -> None:
-            if not is_met:
-                raise Unsupported(f"{key} {requirement}, got {getattr(settings, key)!r}", key)
+        def refuse(key: str, requirement: str) -> NoReturn:
+            raise Unsupported(f"{key} {requirement}, got {getattr(settings, key)!r}", key)
 
-        need(settings.slots <= max_slots, "slots", f"must be at most {max_slots} with llama.cpp")
-        check_sizes(self.config, None, self.kv_dtype)
-        known_types = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
-        need(self.kv_dtype in KV_TYPES, "kv_dtype", known_types)
-        is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"
-        needs_flash = "needs flash attention, and option flash_attention is off"
-        need(not is_slow, "kv_dtype", needs_flash)
-        min_tokens = f"must be at least one sequence's context_tokens = {settings.context_tokens}"
-        need(settings.pool_tokens >= settings.context_tokens, "kv_tokens", min_tokens)
+        if settings.slots > max_slots:
+            refuse("slots", f"must be at most {max_slots} with llama.cpp")
+        check_sizes(config, None, self.kv_dtype)
+        if self.kv_dtype not in KV_TYPES:
+            refuse("kv_dtype", f"must be one of {', '.join(KV_TYPES)} with llama.cpp")
+        if self.kv_dtype in QUANTIZED_KV and self.attention == "off":
+            refuse("kv_dtype", "needs flash attention, and option flash_attention is off")
+        context = settings.context_tokens
+        if settings.pool_tokens < context:
+            refuse("kv_tokens", f"must be at least one sequence's context_tokens = {context}")
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
                 f"{PACKAGE} {self.llama.__version__} was built without GPU support. crossover "
@@ -81,8 +90,9 @@ class Loader:
             raise BrokenWeights(f"The GGUF file {self._file.name} does not exist")
 
     def load(self, progress: Progress) -> tuple[Any, Any]:
-        """Return the model and its context. Raises OutOfMemory, UnsupportedModel too."""
-        problems: list[BaseException] = []
+        """Return llama.cpp's model and context. Raises OutOfMemory and UnsupportedModel too, and
+        whatever `progress` raises."""
+        progress_errors: list[BaseException] = []
         last_fraction = -1.0
 
         def report(fraction: float, _: Any) -> bool:
@@ -91,18 +101,20 @@ class Loader:
                 last_fraction = fraction
                 try:
                     progress("weights", min(1.0, fraction))
-                except BaseException as problem:  # it cannot pass through C: abort the load
-                    problems.append(problem)
+                except BaseException as problem:
+                    # An exception cannot pass through C. False makes llama.cpp abort the load.
+                    progress_errors.append(problem)
                     return False
             return True
 
         settings = self._model_settings()
+        # The name keeps the callback alive until the load has ended.
         settings.progress_callback = callback = self.llama.llama_progress_callback(report)
         try:
-            model = self._model(settings)
+            model = self._load_model(settings)
         except (ModelError, ServingError):
-            if problems:
-                raise problems[0] from None
+            if progress_errors:
+                raise progress_errors[0] from None
             raise
         finally:
             del callback
@@ -116,46 +128,54 @@ class Loader:
         return model, context
 
     def load_without_memory(self) -> Any:
-        """Return the model with sizes and no data, for contexts that allocate nothing either."""
+        """Return a model that has the sizes of the file's tensors but no data. Its contexts do not
+        allocate memory either."""
         settings = self._model_settings()
         settings.no_alloc = True
         settings.load_mode = self.llama.llama_load_mode_from_str(b"none")
-        return self._model(settings)
+        return self._load_model(settings)
 
     def _model_settings(self) -> Any:
+        """Return llama.cpp's parameters for loading the file."""
         llama, options, is_gpu = self.llama, self.options, self.config.device == "gpu"
-        # Mapped on a GPU, read on the CPU: one row 5 % quicker on 135M Q4_0, and repacked weights
-        # are there once, not twice (90 instead of 150 MB).
-        modes = ["mmap"] * is_gpu + ["mlock"] * options.mlock
+        modes = []
+        if is_gpu:
+            # On the CPU the file is read and not mapped. A single row is then 5 % faster with 135M
+            # Q4_0, and repacked weights are in memory once and not twice (90 MB instead of 150).
+            modes.append("mmap")
+        if options.mlock:
+            modes.append("mlock")
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
         settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
         return settings
 
-    def _model(self, settings: Any) -> Any:
+    def _load_model(self, settings: Any) -> Any:
+        """Return llama.cpp's model. Raises OutOfMemory, UnsupportedModel, BrokenWeights."""
         llama, name = self.llama, self._file.name
         LOG.errors.clear()
         model = llama.llama_model_load_from_file(str(self._file).encode(), settings)
         if not model:
             reason = LOG.reason()
-            if is_memory(reason):
+            if is_out_of_memory(reason):
                 raise OutOfMemory(f"{name} does not fit in memory: {reason}")
             if "unknown model architecture" in reason:
-                text = f"llama.cpp does not support the architecture of {name}: {reason}"
-                raise UnsupportedModel(text)
+                message = f"llama.cpp does not support the architecture of {name}: {reason}"
+                raise UnsupportedModel(message)
             raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
-        for is_other, what in (
-            (llama.llama_model_has_encoder, "a model with an encoder beside its decoder"),
-            (llama.llama_model_is_diffusion, "a diffusion model, which does not write in order"),
-        ):
-            if is_other(model):
-                llama.llama_model_free(model)
-                raise UnsupportedModel(f"{name} is {what}; only decoder models are supported")
+        description = None
+        if llama.llama_model_has_encoder(model):
+            description = "a model with an encoder beside its decoder"
+        elif llama.llama_model_is_diffusion(model):
+            description = "a diffusion model, which does not write in order"
+        if description is not None:
+            llama.llama_model_free(model)
+            raise UnsupportedModel(f"{name} is {description}; only decoder models are supported")
         return model
 
     def keeps_windows_only(self, model: Any, context_tokens: int) -> bool:
-        """Return whether layers with a sliding window keep no more than it, not the whole
-        context."""
+        """Return whether the model has layers with a sliding window that keep only the window of a
+        slot's context."""
         return keeps_windows_only(int(self.llama.llama_model_n_swa(model)), context_tokens)
 
     def has_experts(self, model: Any) -> bool:
@@ -164,20 +184,25 @@ class Loader:
         return self._metadata(model, f"{architecture}.expert_count") not in ("", "0")
 
     def _metadata(self, model: Any, key: str) -> str:
-        """Return a key of the file as text; "": it has none."""
-        room = ctypes.create_string_buffer(256)
-        size = self.llama.llama_model_meta_val_str(model, key.encode(), room, len(room))
-        return room.value.decode(errors="replace") if size >= 0 else ""
+        """Return the value of a metadata key of the file as text; "" if it does not have the
+        key."""
+        buffer = ctypes.create_string_buffer(256)
+        size = self.llama.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode(errors="replace") if size >= 0 else ""
 
     def context(self, model: Any, context_tokens: int | None = None) -> Any:
-        """Return a context of `context_tokens` a slot; None: as the configuration says."""
+        """Return a new llama.cpp context: the KV cache and the buffers of all slots.
+
+        `context_tokens`: tokens of a slot; None: as configured. Raises OutOfMemory,
+        BackendUnavailable.
+        """
         llama, config, requested = self.llama, self.config, self.config.settings
         if context_tokens is not None:
             requested = msgspec.structs.replace(requested, context_tokens=context_tokens)
         settings = llama.llama_context_default_params()
         settings.n_ctx = requested.pool_tokens
         if not self.is_unified:
-            settings.n_ctx = requested.slots * -(-requested.context_tokens // 256) * 256
+            settings.n_ctx = requested.slots * kv_row_tokens(requested.context_tokens)
         settings.n_batch = requested.step_tokens
         settings.n_ubatch = PASS_TOKENS
         settings.n_seq_max = settings.n_outputs_max = requested.slots
@@ -191,8 +216,8 @@ class Loader:
         context = llama.llama_init_from_model(model, settings)
         if not context:
             reason = LOG.reason()
-            kind = OutOfMemory if is_memory(reason) else BackendUnavailable
-            raise kind(
+            error_type = OutOfMemory if is_out_of_memory(reason) else BackendUnavailable
+            raise error_type(
                 f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {requested.slots} "
                 f"slots ({self.kv_dtype}): {reason}"
             )

@@ -20,14 +20,14 @@ from crossover.serving.errors import Cause
 )
 def test_a_gpus_name_is_the_same_at_every_load(device: str, name: str) -> None:
     log = LogTail()
-    log._take(2, f"x: using device {device} - 9000 MiB free".encode(), None)
+    log.add(2, f"x: using device {device} - 9000 MiB free".encode(), None)
     assert log.gpu == name
 
 
 def test_errors_of_llama_cpp_outlive_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     log = LogTail()
-    log._take(4, b"CUDA error: out of memory\n", None)
-    log._take(3, b"a warning\n", None)
+    log.add(4, b"CUDA error: out of memory\n", None)
+    log.add(3, b"a warning\n", None)
     assert capfd.readouterr().err == "llama.cpp: CUDA error: out of memory\n"
 
 
