@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: a session over a converted graph, with continuous batching.
 
-Two kinds of graph are served: onnx_folder.py says the difference, fixed_kv_cache.py and
-growing_kv_cache.py how.
+It runs two kinds of graph. onnx_folder.py describes the difference, fixed_kv_cache.py runs the one
+kind and growing_kv_cache.py the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from crossover.serving.backends.backend_interface import (
 )
 from crossover.serving.backends.onnx.fixed_kv_cache import SlotGraph
 from crossover.serving.backends.onnx.growing_kv_cache import GrowingGraph
-from crossover.serving.backends.onnx.onnx_folder import graph_file, read_facts
+from crossover.serving.backends.onnx.onnx_folder import RowLogits, graph_file, read_facts
 from crossover.serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
 from crossover.serving.sampling.batch_sampler import sample
 from crossover.serving.sampling.step_inputs import Row, Sampled
@@ -33,15 +33,15 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
-    spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    flash_attention: bool | None = None  # ONNX Runtime's; None: with few threads
+    spinning: bool = True  # idle threads spin between operators; turn it off on shared cores
+    flash_attention: bool | None = None  # None: on with at most MAX_FLASH_THREADS threads
 
 
-# With more threads than this, attention is quicker by one loop over rows and heads than by ONNX
-# Runtime's flash attention, which starts a parallel loop for each row and layer: 15 threads took
-# 22 ms instead of 27 for a step of 16 rows, 54 instead of 73 for 64 (the bare graph of 1B int8).
-# Two threads are slower without it, by 2 to 17 %.
-MANY_THREADS = 8
+# ONNX Runtime's flash attention starts a parallel loop for each row and layer. With more threads
+# than this, its other attention, one loop over rows and heads, is faster: 15 threads took 22 ms
+# instead of 27 for a step of 16 rows, and 54 instead of 73 for 64 (the bare graph of 1B int8). Two
+# threads are slower by 2 to 17 % without flash attention.
+MAX_FLASH_THREADS = 8
 
 
 class OnnxBackend:
@@ -65,25 +65,25 @@ class OnnxBackend:
         settings = config.settings
         slots, context = settings.slots, settings.context_tokens
         kv_tokens = min(settings.pool_tokens, slots * context)
-        self._graph: SlotGraph | GrowingGraph | None
+        self._graph: SlotGraph | GrowingGraph | None  # None: closed
         if facts.grouped:
             self._graph = SlotGraph(self._session, facts, slots, context)
-            kind = "GroupQueryAttention, appended to in place"
+            graph_kind = "GroupQueryAttention, appended to in place"
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
-            kind = "growing past_key_values, copied every step"
+            graph_kind = "growing past_key_values, copied every step"
         self.last_decode_seconds: float | None = None
-        stored = manifest.weight_format if manifest is not None else file.stem
+        stored_format = manifest.weight_format if manifest is not None else file.stem
         self.info = BackendInfo(
             name="onnx",
             device="cpu",
             device_name="CPU",
             settings=msgspec.structs.replace(settings, kv_tokens=kv_tokens, kv_dtype="fp32"),
             vocabulary=facts.vocabulary,
-            weight_format=config.weight_format or stored,
+            weight_format=config.weight_format or stored_format,
             details={
                 "onnxruntime": str(onnxruntime.__version__),
-                "graph": kind,
+                "graph": graph_kind,
                 "kv_dtype": "fp32",
                 "threads": str(threads),
                 "flash_attention": str(_has_flash_attention(options, threads)).lower(),
@@ -92,35 +92,34 @@ class OnnxBackend:
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        graph, self.last_decode_seconds = self._graph, None
+        graph = self._graph
+        self.last_decode_seconds = None
         if graph is None:
             raise EngineFailed("the backend is closed")
         decoding = [row for row in rows if len(row.tokens) == 1]
-        parts = []
+        prompts = [row for row in rows if len(row.tokens) > 1]
+        results: list[RowLogits] = []
         try:
             if decoding:
                 started = time.perf_counter()
-                parts.append(graph.run(decoding))
+                results.append(graph.run(decoding))
                 self.last_decode_seconds = time.perf_counter() - started
-            prompts = [row for row in rows if len(row.tokens) > 1]
-            parts += [graph.run(group) for group in graph.sharing(prompts)]
+            results += [graph.run(group) for group in graph.group_prompts(prompts)]
         except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
             what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
-            if isinstance(problem, MemoryError) or _is_memory(str(problem)):
+            if isinstance(problem, MemoryError) or _is_out_of_memory(str(problem)):
                 raise OutOfMemory(f"{what} did not fit in memory: {problem}") from problem
             raise EngineFailed(f"onnxruntime failed in {what}: {problem}") from problem
-        sampling_rows = [row for _, part in parts for row in part]
+        sampling_rows = [row for result in results for row in result.rows]
         if not sampling_rows:
             return []
-        logits = (
-            parts[0][0]
-            if len(parts) == 1
-            else np.concatenate([part_logits for part_logits, _ in parts])
-        )
-        samples = dict(
-            zip([row.slot for row in sampling_rows], sample(logits, sampling_rows), strict=True)
-        )
-        return [samples[row.slot] for row in rows if row.wants_token]
+        logits = results[0].logits
+        if len(results) > 1:
+            logits = np.concatenate([result.logits for result in results])
+        sampled_by_slot: dict[int, Sampled] = {}
+        for row, sampled in zip(sampling_rows, sample(logits, sampling_rows), strict=True):
+            sampled_by_slot[row.slot] = sampled
+        return [sampled_by_slot[row.slot] for row in rows if row.wants_token]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         if self._graph is not None:
@@ -136,30 +135,32 @@ class OnnxBackend:
 
 
 def _has_flash_attention(options: OnnxOptions, threads: int) -> bool:
-    chosen = options.flash_attention
-    return threads <= MANY_THREADS if chosen is None else chosen
+    if options.flash_attention is None:
+        return threads <= MAX_FLASH_THREADS
+    return options.flash_attention
 
 
 def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
-    # Read from the environment when a session is made; there is no setting for it.
-    os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = str(
-        int(not _has_flash_attention(options, threads))
-    )
+    """Return an onnxruntime.InferenceSession over the file. Raises OutOfMemory, BrokenWeights."""
+    # onnxruntime reads this from the environment when a session is made; it has no setting for it.
+    is_disabled = not _has_flash_attention(options, threads)
+    os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = str(int(is_disabled))
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
-    settings.log_severity_level = 3
+    settings.log_severity_level = 3  # errors
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
     try:
         return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
         text = str(problem).replace(str(file.parent), "").strip()
-        if isinstance(problem, MemoryError) or _is_memory(text):
+        if isinstance(problem, MemoryError) or _is_out_of_memory(text):
             raise OutOfMemory(f"{file.name} does not fit in memory: {text}") from problem
         raise BrokenWeights(
             f"onnxruntime {onnxruntime.__version__} cannot load {file.name}: {text[:300]}"
         ) from problem
 
 
-def _is_memory(text: str) -> bool:
+def _is_out_of_memory(text: str) -> bool:
+    """Return whether onnxruntime's error says that memory ran out."""
     return "bad_alloc" in text or "Failed to allocate" in text

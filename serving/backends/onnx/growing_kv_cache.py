@@ -1,9 +1,9 @@
-"""Serving a graph whose KV cache grows: past_key_values in, longer present.* out.
+"""Runs a graph whose KV cache grows: it takes past_key_values and returns the longer present.*.
 
-optimum exports it and most hub repositories hold it. Each step copies the whole cache (several
-times slower than fixed_kv_cache.py). Decode rows of different lengths go through one call, padded
-on the left. Graphs without position_ids count positions from the padded length: those run row by
-row.
+optimum writes such graphs, and most repositories of the hub have them. Each step copies the whole
+cache, so they are several times slower than fixed_kv_cache.py. Decode rows of different lengths run
+in one call, padded on the left. A graph without position_ids would count the padding as positions,
+so its rows run one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.serving.backends.backend_interface import check_row
-from crossover.serving.backends.onnx.onnx_folder import GraphFacts, Logits, Part
+from crossover.serving.backends.onnx.onnx_folder import GraphFacts, Logits, RowLogits
 from crossover.serving.sampling.step_inputs import Row
 
 Cache = list[npt.NDArray[np.float32]]  # per layer key, value: [kv_heads, tokens, head_dim]
@@ -33,46 +33,48 @@ class GrowingGraph:
         self._caches: list[Cache] = [[empty] * len(self._pasts) for _ in range(slots)]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """The first `tokens` entries of slot `source` into slot `target`."""
+        """Copy the first `tokens` tokens of slot `source` to slot `target`."""
         assert tokens <= self._caches[source][0].shape[1]
         self._caches[target] = [part[:, :tokens].copy() for part in self._caches[source]]
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """Keep only the first `tokens` entries of a slot."""
+        """Keep the first `tokens` tokens of a slot."""
         self._caches[slot] = [part[:, :tokens] for part in self._caches[slot]]
 
-    def sharing(self, prompts: list[Row]) -> list[list[Row]]:
-        """Each alone."""
+    def group_prompts(self, prompts: list[Row]) -> list[list[Row]]:
+        """Return each prompt as a group of its own, which has a call of its own."""
         return [[row] for row in prompts]
 
-    def run(self, rows: list[Row]) -> Part:
-        """Return rows of equally many tokens; in one call where the graph is told their
-        positions."""
+    def run(self, rows: list[Row]) -> RowLogits:
+        """Run rows that have the same number of tokens. Raises EngineFailed."""
         for row in rows:
             check_row(row, self._caches[row.slot][0].shape[1], self._context)
-        together = [rows] if self._facts.position_ids else [[row] for row in rows]
-        logits = np.concatenate([self._call(each) for each in together])
-        asked = [at for at, row in enumerate(rows) if row.wants_token]
-        return logits[asked], [rows[at] for at in asked]
+        calls = [rows] if self._facts.has_position_ids else [[row] for row in rows]
+        logits = np.concatenate([self._call(call) for call in calls])
+        sampling = [index for index, row in enumerate(rows) if row.wants_token]
+        return RowLogits(logits[sampling], [rows[index] for index in sampling])
 
     def _call(self, rows: list[Row]) -> Logits:
-        """Logits [rows, vocabulary] after the last tokens; the rows' caches grow."""
-        starts, ids = [row.start for row in rows], np.array([row.tokens for row in rows], np.int64)
-        width, count = max(starts), ids.shape[1]
-        padding = np.array([width - start for start in starts])
+        """Run the graph once and replace the caches of the rows by its longer ones. Return the
+        logits after the last token of each row, [rows, vocabulary]."""
+        ids = np.array([row.tokens for row in rows], np.int64)
+        starts = np.array([row.start for row in rows])
+        past_tokens, new_tokens = int(starts.max()), ids.shape[1]
+        padding = past_tokens - starts  # by row
+        columns = np.arange(past_tokens + new_tokens)
         feeds: dict[str, npt.NDArray[Any]] = {
             "input_ids": ids,
-            "attention_mask": (np.arange(width + count) >= padding[:, None]).astype(np.int64),
+            "attention_mask": (columns >= padding[:, None]).astype(np.int64),
         }
-        if self._facts.position_ids:
-            feeds["position_ids"] = np.add.outer(np.array(starts), np.arange(count))
+        if self._facts.has_position_ids:
+            feeds["position_ids"] = np.add.outer(starts, np.arange(new_tokens))
         for part, name in enumerate(self._pasts):
-            shape = (len(rows), self._facts.kv_heads, width, self._facts.head_dim)
-            feeds[name] = joined = np.zeros(shape, np.float32)
+            shape = (len(rows), self._facts.kv_heads, past_tokens, self._facts.head_dim)
+            feeds[name] = padded = np.zeros(shape, np.float32)
             for index, row in enumerate(rows):
-                joined[index, :, padding[index] :] = self._caches[row.slot][part][:, : row.start]
-        logits, *present = self._session.run(self._outputs, feeds)
+                padded[index, :, padding[index] :] = self._caches[row.slot][part][:, : row.start]
+        logits, *presents = self._session.run(self._outputs, feeds)
         for index, row in enumerate(rows):
-            self._caches[row.slot] = [whole[index, :, padding[index] :] for whole in present]
-        result: Logits = logits[:, -1]
-        return result
+            self._caches[row.slot] = [part[index, :, padding[index] :] for part in presents]
+        last_logits: Logits = logits[:, -1]
+        return last_logits

@@ -88,7 +88,7 @@ def test_short_prompts_of_unlike_lengths_in_one_pass_are_as_each_alone(make: Mak
     backend, alone = make(onnx_folder("llama-int8")), make(onnx_folder("llama-int8"), slots=1)
     prompts = [prompt_of(backend, tokens, slot) for slot, tokens in enumerate((9, 12, 11, 10))]
     rows = [row(slot, prompt, 0) for slot, prompt in enumerate(prompts)]
-    assert len(backend._graph.sharing(rows)) == 1
+    assert len(backend._graph.group_prompts(rows)) == 1
     first = [result.token for result in backend.step(rows)]
     after = [row(slot, [token], len(prompts[slot])) for slot, token in enumerate(first)]
     second = [result.token for result in backend.step(after)]
