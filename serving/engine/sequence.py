@@ -1,4 +1,10 @@
-"""One sequence: its tokens so far, the rows that it needs next, and what a sampled token adds."""
+"""One sequence: its tokens so far, the rows that it needs next, and what a sampled token adds.
+
+Its first `length` tokens are known: the prompt, and the tokens that were sampled. The first
+`computed` tokens are in the KV cache, or will be when all launched steps have ended. While a
+launched step samples a token, `computed` may be `length` (the token is in no row yet), or `length`
++ 1 (another step has been launched that computes it, without its value being known).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,9 @@ import numpy as np
 
 from crossover.serving.engine.detokenize_and_stop import StreamText
 from crossover.serving.engine.ipc_messages import Delta, FinishReason, Submit
-from crossover.serving.sampling.step_inputs import DRAWN, Row, Sampled, Tokens
+from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row, Sampled, Tokens
 
-_DRAWN: Tokens = np.array([DRAWN], np.int32)
+_PLACEHOLDER: Tokens = np.array([PLACEHOLDER], np.int32)
 
 
 class Sequence:
@@ -31,57 +37,58 @@ class Sequence:
         if not request.ignore_eos:
             self.stop_ids |= end_ids
         self.prompt_length = self.length = len(request.prompt)
-        self.limit = min(self.prompt_length + request.max_tokens, context)
-        self.min_length = self.prompt_length + request.min_tokens
+        self.limit = min(self.prompt_length + request.max_tokens, context)  # maximum of `length`
+        self.min_length = self.prompt_length + request.min_tokens  # it may not stop before
         self.tokens: Tokens = np.empty(max(self.limit, self.length), np.int32)
         self.tokens[: self.length] = request.prompt
         self.arrived = now
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds
-        self.scheduled: float | None = None
-        self.slot = -1
-        self.computed = 0  # tokens in the KV once all launched steps have ended
+        self.scheduled: float | None = None  # when it first got a slot
+        self.slot = -1  # -1: it waits for one
+        self.computed = 0
         self.cached = 0  # prompt tokens that were reused from another sequence's KV
-        self.checkpoints: tuple[int, ...] = ()  # lengths at which checkpoints are made
-        self.waited_until = 0  # up to this length, its tokens are sampled by steps waited for
-        self.state = state  # the state of its grammar
+        self.checkpoints: tuple[int, ...] = ()  # lengths at which checkpoints are made, ascending
+        self.waited_until = 0  # below this length, its tokens are sampled by `Backend.step`
+        self.state = state  # the matcher of its grammar; None: it has no grammar
 
     @property
     def pending(self) -> int:
-        """Return how many known tokens are not computed yet. With more than one it prefills; the
-        row with the last one samples the next token."""
+        """Return how many known tokens are not computed yet. With more than one, the sequence
+        prefills. The row with the last of them samples the next token."""
         return self.length - self.computed
 
     @property
     def until_checkpoint(self) -> int:
         """Return the pending tokens up to the next checkpoint, or all of them."""
-        distances = (
-            length - self.computed for length in self.checkpoints if length > self.computed
-        )
-        return min(next(distances, self.pending), self.pending)
+        for length in self.checkpoints:
+            if length > self.computed:
+                return min(length - self.computed, self.pending)
+        return self.pending
 
     @property
     def is_at_checkpoint(self) -> bool:
         return self.computed in self.checkpoints
 
     @property
-    def draws_last(self) -> bool:
-        """Return whether the token that is being sampled is the last one, whatever it is."""
+    def is_sampling_last(self) -> bool:
+        """Return whether a launched step is sampling the last token that `limit` allows."""
         return self.computed == self.length == self.limit - 1
 
     @property
-    def held(self) -> Tokens:
-        """Return the known tokens that are in the KV."""
+    def computed_tokens(self) -> Tokens:
+        """Return the known tokens that are in the KV cache."""
         return self.tokens[: min(self.computed, self.length)]
 
     def row(self, count: int) -> Row:
-        """Return the row that computes the next `count` tokens. The last of these may be one that
-        the step in flight is still sampling."""
+        """Return the row that computes the next `count` tokens. If these end behind the known ones,
+        the step in flight is still sampling the token, and a placeholder stands for it."""
         end = self.computed + count
-        length = max(self.length, end)
+        length = max(self.length, end)  # when the row is computed
+        is_known = end <= self.length
         return Row(
             slot=self.slot,
-            tokens=self.tokens[self.computed : end] if length == self.length else _DRAWN,
+            tokens=self.tokens[self.computed : end] if is_known else _PLACEHOLDER,
             start=self.computed,
             wants_token=end == length,
             sampling=self.sampling,
@@ -92,7 +99,8 @@ class Sequence:
         )
 
     def take(self, sample: Sampled, now: float) -> Delta:
-        """Append a sampled token; return what that adds to the answer."""
+        """Append a sampled token. Return what that adds to the answer. `now`: for the times of the
+        first token."""
         token = sample.token
         self.tokens[self.length] = token
         self.length += 1

@@ -251,13 +251,13 @@ class Child:
             say(**{f"{rows} rows {name} ms": round(statistics.median(best), 3)})
 
     def chain(self, rows: int, sampling: Any, steps: int) -> None:
-        from crossover.serving.sampling.step_inputs import DRAWN, Row
+        from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
         held, after = self.held(), None
         for slot in range(rows):
             self.backend.truncate(slot, held)
         for step in range(steps):
-            token = np.array([DRAWN if after is not None else 5], np.int32)
+            token = np.array([PLACEHOLDER if after is not None else 5], np.int32)
             batch = [Row(slot, token, held + step, True, sampling) for slot in range(rows)]
             if not self.is_gpu:
                 batch = [
@@ -431,7 +431,7 @@ class Child:
     def check_tokens(self) -> None:
         """The share of greedy tokens that transformers in float32 would choose, of ours and of its
         own bf16."""
-        from crossover.serving.sampling.step_inputs import DRAWN, Row
+        from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
         torch, backend, quick = self.torch, self.backend, self.asked.quick
         lengths = [1, 2, 3, 17, 64, 65, 127, 128, 200, 255, 256, 257, 300, 400, 511, 700]
@@ -456,7 +456,7 @@ class Child:
                     piece = prompts[slot][held[slot] : held[slot] + count]
                     rows.append(Row(slot, piece, held[slot], count == left))
                 elif self.is_gpu and after is not None and slot in after[1]:
-                    rows.append(Row(slot, np.array([DRAWN], np.int32), held[slot], True))
+                    rows.append(Row(slot, np.array([PLACEHOLDER], np.int32), held[slot], True))
                 else:
                     token = np.array(sequences[slot][-1:], np.int32)
                     rows.append(Row(slot, token, held[slot], True))

@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from crossover.models.model_ladder import ladder_model
 from crossover.models.model_spec import ModelSpec
-from crossover.serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
+from crossover.serving.backends.torch.backend import WARM_UP_SAMPLINGS, TorchBackend
 from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
 from crossover.serving.backends.torch.forward_pass import SlotModel
 from crossover.serving.backends.torch.gpu_sampler import DeviceSampler
 from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
 from crossover.serving.backends.torch.varlen_attention import KvCache
-from crossover.serving.sampling.step_inputs import DRAWN, Row
+from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
 META = torch.device("meta")
 
@@ -85,8 +85,8 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
     backend._graphs = StepGraphs(model, logits, 64, graphs, lambda *said: None)
     backend._sampler = DeviceSampler(META, logits, graphs)
     backend._is_gpu, backend._device_sampling = False, True
-    one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
-    kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]
+    one, drawn = np.ones(1, np.int32), np.array([PLACEHOLDER], np.int32)
+    kinds = [kind for _, kind in zip(range(7), itertools.cycle(WARM_UP_SAMPLINGS), strict=False)]
     rows = [Row(slot, one, 20, True, kind) for slot, kind in enumerate(kinds)]
     with Copies():  # which lets the first launch do without numbers
         before = backend.launch(rows, None)

@@ -172,7 +172,7 @@ def install_flash(patch: pytest.MonkeyPatch) -> None:
     """The flash kernel's stand-in, and attention that takes it on the CPU, in any type."""
     where = "crossover.serving.backends.torch"
     patch.setattr(f"{where}.varlen_attention.flash_kernel", lambda: torch.ops.crossover_test.flash)
-    patch.setattr(f"{where}.backend.flash_trouble", lambda spec, dtype, device: None)
+    patch.setattr(f"{where}.backend.why_no_flash", lambda spec, dtype, device: None)
 
 
 def flash(

@@ -1,13 +1,13 @@
-"""Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
+"""Draws tokens on the device: the host gets a few integers of a step, not megabytes of logits.
 
-The same draws as crossover.serving.sampling.top_k_top_p, from the same random numbers, computed
-here. What it does not do (penalties, bias, bans, grammars, log-probabilities, min-p) is left to the
-host: see `drawable`.
+The draws are those of crossover.serving.sampling.top_k_top_p, from the same random numbers. Rows
+that need more (penalties, bias, bans, grammars, log-probabilities, min-p) are left to the host's
+sampler: see `can_draw`.
 
-Some hundred small kernels make a draw. They have fixed shapes, so that a CUDA graph can hold them,
-one for each kind of draw and batch bucket: a kind computes a token for every row of the bucket, and
-gives it to the rows that are of its kind. Both rounds of proposals are computed at once, since the
-device cannot be asked whether the first was enough without waiting for it.
+A draw takes about a hundred small kernels. Their shapes are fixed, so that they can be captured as
+a CUDA graph, one for each kind of draw and each batch bucket. A kind computes a token for every row
+of the bucket, and writes it only for the rows of its kind. Both rounds of proposals are computed
+at once, because finding out whether the first round was enough would mean to wait for the device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +39,10 @@ from crossover.serving.sampling.random_numbers import (
 from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Row
 from crossover.serving.sampling.top_k_top_p import MEMBERS, ROUNDS
 
-MAX_CANDIDATES = 4096  # top-k and top-p look at so many tokens
-SHORT_TOP_K = 64  # what most requests with top-k ask for: few candidates are sorted far faster
-_ROUNDS = list(enumerate(ROUNDS[:2]))  # of proposals; where none is taken, the host goes on
+MAX_CANDIDATES = 4096  # top-k and top-p consider so many of the best tokens
+SHORT_TOP_K = 64  # most requests with top-k use less, and few candidates are sorted much faster
+# (lane of the random numbers, proposals) of each round. If all are rejected, the host draws.
+_ROUNDS = list(enumerate(ROUNDS[:2]))
 
 
 class Kind(IntEnum):
@@ -53,21 +55,33 @@ class Kind(IntEnum):
     LONG_TOP_K = 4
 
 
-# Of each row, int64 [8, rows]; temperature and top-p are the bits of doubles.
+# The parameters of a draw are int64 [8, rows], one line for each of these. Temperature and top-p
+# are float64, stored as their bits. ZERO is the last word of the random numbers' key (keys_of).
 SEED_LOW, SEED_HIGH, POSITION, ZERO, TEMPERATURE, TOP_P, TOP_K, KIND = range(8)
+PARAMETERS = 8
 
 
-def drawable(row: Row) -> bool:
-    """Whether this sampler does all that the row asks for."""
+class DrawBuffers(NamedTuple):
+    """What a draw reads and writes, on the device."""
+
+    logits: Tensor  # float32 [rows, vocabulary]
+    parameters: Tensor  # int64 [PARAMETERS, rows]
+    tokens: Tensor  # int64 [rows]: the result
+    is_valid: Tensor  # bool [rows]: the result; False: the host must draw this row's token
+
+
+def can_draw(row: Row) -> bool:
+    """Return whether this sampler supports everything that the row needs."""
     sampling = row.sampling
-    is_plain = not sampling.needs_logits_work and sampling.min_p <= 0 and not row.banned
-    return is_plain and sampling.logprobs is None and sampling.top_k <= MAX_CANDIDATES
+    if sampling.needs_logits_work or row.banned or sampling.logprobs is not None:
+        return False
+    return sampling.min_p <= 0 and sampling.top_k <= MAX_CANDIDATES
 
 
 def kind_of(row: Row, vocabulary: int) -> Kind:
-    """How its token is drawn here; rows that are not `drawable` get their best token."""
+    """Return how the row's token is drawn here: BEST also for rows that the host draws again."""
     sampling = row.sampling
-    if not drawable(row) or sampling.temperature < GREEDY_BELOW:
+    if not can_draw(row) or sampling.temperature < GREEDY_BELOW:
         return Kind.BEST
     if 0 < sampling.top_k < vocabulary:
         return Kind.SHORT_TOP_K if sampling.top_k <= SHORT_TOP_K else Kind.LONG_TOP_K
@@ -77,8 +91,8 @@ def kind_of(row: Row, vocabulary: int) -> Kind:
 class DeviceSampler:
     """Draws the tokens of rows on a device.
 
-    `logits`: float32 [rows, vocabulary], the buffer where captured steps leave them; with `graphs`,
-    draws from it are captured too. Other logits are drawn from kernel by kernel.
+    `logits`: float32 [rows, vocabulary], the buffer to which captured steps write. With `graphs`,
+    draws from this buffer are captured too. Draws from other logits run kernel by kernel.
     """
 
     def __init__(
@@ -88,22 +102,23 @@ class DeviceSampler:
         graphs: Graphs | None = None,
     ) -> None:
         self._device = device
-        self._constants = Constants(*(torch.from_numpy(one).to(device) for one in CONSTANTS))
-        self._proposals = torch.from_numpy(proposal_counters(_ROUNDS)).to(device)
-        self._cdf = torch.from_numpy(CDF_COUNTER).to(device)
-        self._replays: dict[tuple[Kind, int], Callable[[], object]] = {}
-        self._buckets: list[int] = []
+        constants = [torch.from_numpy(array).to(device) for array in CONSTANTS]
+        self._constants = Constants(*constants)
+        self._proposal_counters = torch.from_numpy(proposal_counters(_ROUNDS)).to(device)
+        self._cdf_counter = torch.from_numpy(CDF_COUNTER).to(device)
+        self._replays: dict[tuple[Kind, int], Callable[[], object]] = {}  # by kind and bucket
+        self._buckets: list[int] = []  # ascending; []: no draws are captured
         if logits is None or graphs is None:
             return
         rows = len(logits)
         self._logits = logits
-        self._inputs = torch.zeros(8 * rows, dtype=torch.int64, device=device)
+        self._parameters = torch.zeros(PARAMETERS * rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._good = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._is_valid = torch.zeros(rows, dtype=torch.bool, device=device)
         try:
             for bucket in reversed(decode_buckets(rows)):
                 for kind in (Kind.NUCLEUS, Kind.SHORT_TOP_K, Kind.FREE, Kind.BEST):
-                    draw = partial(self._draw_kind, kind, *self._buffers(bucket))
+                    draw = partial(self._draw_kind, kind, self._captured_buffers(bucket))
                     self._replays[kind, bucket] = graphs.captured(draw)
         except RuntimeError as problem:
             why = (str(problem).splitlines() or [type(problem).__name__])[0]
@@ -112,146 +127,173 @@ class DeviceSampler:
         self._buckets = decode_buckets(rows)
 
     def draw(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others. The next
-        draw may overwrite them.
+        """Return a token for each row, int64 [n], and whether it is valid, bool [n]. The next draw
+        may overwrite them.
 
-        `logits` float32 [n, vocabulary]. A row is not good where its logits are NaN, top-p needs
-        more candidates than it looks at, or no proposal is taken. Rows that are not `drawable` get
-        their best token.
+        `logits`: float32 [n, vocabulary]. A token is not valid, and the host must draw it, if the
+        row's logits are NaN, if top-p needs more than MAX_CANDIDATES, or if all proposals are
+        rejected. The host must also draw the rows that this sampler does not support (`can_draw`):
+        they get their best token here.
         """
         count, vocabulary = logits.shape
         kinds = [kind_of(row, vocabulary) for row in rows]
-        if self._buckets and logits.data_ptr() == self._logits.data_ptr():
+        is_captured = bool(self._buckets) and logits.data_ptr() == self._logits.data_ptr()
+        if is_captured:
             size = next(bucket for bucket in self._buckets if bucket >= count)
-            buffers = self._buffers(size)
-            inputs = buffers[1]
+            buffers = self._captured_buffers(size)
         else:
             size = count
-            inputs = torch.empty((8, size), dtype=torch.int64, device=self._device)
-            tokens = torch.empty(size, dtype=torch.int64, device=self._device)
-            good = torch.empty(size, dtype=torch.bool, device=self._device)
-            buffers = logits, inputs, tokens, good
-        host = pinned(_inputs_of(rows, kinds, size), self._device)
-        inputs.copy_(host, non_blocking=True)
-        for kind in sorted({Kind.BEST, *kinds}):  # the best token first: others go over it
-            replay = self._replays.get((kind, size)) if buffers[0] is not logits else None
+            buffers = self._new_buffers(logits)
+        host = pinned(_parameters_of(rows, kinds, size), self._device)
+        buffers.parameters.copy_(host, non_blocking=True)
+        # BEST is the lowest kind and writes every row. The other kinds overwrite their own rows.
+        for kind in sorted({Kind.BEST, *kinds}):
+            replay = self._replays.get((kind, size)) if is_captured else None
             if replay is not None:
                 replay()
             else:
-                self._draw_kind(kind, *buffers)
-        return buffers[2][:count], buffers[3][:count]
+                self._draw_kind(kind, buffers)
+        return buffers.tokens[:count], buffers.is_valid[:count]
 
-    def _buffers(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the captured draws of so many rows read and write."""
-        inputs = self._inputs[: 8 * bucket].view(8, bucket)
-        return self._logits[:bucket], inputs, self._tokens[:bucket], self._good[:bucket]
+    def _captured_buffers(self, rows: int) -> DrawBuffers:
+        """Return the buffers that captured draws of so many rows use."""
+        parameters = self._parameters[: PARAMETERS * rows].view(PARAMETERS, rows)
+        return DrawBuffers(
+            self._logits[:rows], parameters, self._tokens[:rows], self._is_valid[:rows]
+        )
 
-    def _draw_kind(
-        self, kind: Kind, logits: Tensor, inputs: Tensor, tokens: Tensor, good: Tensor
-    ) -> None:
-        """Write the tokens of the rows of a kind and whether they are good; of BEST, of all."""
+    def _new_buffers(self, logits: Tensor) -> DrawBuffers:
+        """Return new buffers for a draw from these logits."""
+        rows, device = len(logits), self._device
+        return DrawBuffers(
+            logits,
+            parameters=torch.empty((PARAMETERS, rows), dtype=torch.int64, device=device),
+            tokens=torch.empty(rows, dtype=torch.int64, device=device),
+            is_valid=torch.empty(rows, dtype=torch.bool, device=device),
+        )
+
+    def _draw_kind(self, kind: Kind, buffers: DrawBuffers) -> None:
+        """Write the tokens of the rows of a kind, and whether they are valid. BEST writes those of
+        all rows."""
+        logits, parameters, tokens, is_valid = buffers
         if kind == Kind.BEST:
             best, ids = logits.max(-1)
             tokens.copy_(ids)
-            good.copy_(best.isnan().logical_not_())
+            is_valid.copy_(best.isnan().logical_not_())
             return
-        temperature, top_p = inputs[TEMPERATURE : TOP_P + 1].view(torch.float64)[:, :, None]
-        keys = inputs[: ZERO + 1, :, None]
+        temperature, top_p = parameters[TEMPERATURE : TOP_P + 1].view(torch.float64)[:, :, None]
+        keys = parameters[: ZERO + 1, :, None]
         if kind in (Kind.SHORT_TOP_K, Kind.LONG_TOP_K):
-            bits, _ = proposal_bits(keys, self._cdf, self._constants)
-            # More than are kept: of equal logits the lowest ids are, and which of them topk finds
-            # at its end is chance.
+            bits, _ = proposal_bits(keys, self._cdf_counter, self._constants)
+            # Of equal logits, those with the lowest ids are kept. topk takes any of them at its
+            # end, so it has to find more candidates than are kept.
             candidates = 2 * (SHORT_TOP_K if kind == Kind.SHORT_TOP_K else MAX_CANDIDATES)
-            top_k = inputs[TOP_K, :, None]
+            top_k = parameters[TOP_K, :, None]
             drawn = _draw_top_k(logits, bits[0], temperature, top_p, top_k, candidates)
-            fine = torch.ones_like(good)
+            drawn_is_valid = torch.ones_like(is_valid)
         else:
-            bits, member = proposal_bits(keys, self._proposals, self._constants)
+            bits, members = proposal_bits(keys, self._proposal_counters, self._constants)
             cut = top_p if kind == Kind.NUCLEUS else None
-            drawn, fine = _draw_proposals(logits, bits, member, temperature, cut)
-        is_kind = inputs[KIND] == kind
-        tokens.copy_(torch.where(is_kind, drawn, tokens))
-        good.logical_and_(fine | ~is_kind)
+            drawn, drawn_is_valid = _draw_proposals(logits, bits, members, temperature, cut)
+        is_of_kind = parameters[KIND] == kind
+        tokens.copy_(torch.where(is_of_kind, drawn, tokens))
+        is_valid.logical_and_(drawn_is_valid | ~is_of_kind)
 
 
-def _inputs_of(rows: Sequence[Row], kinds: Sequence[Kind], size: int) -> npt.NDArray[np.int64]:
-    """What the draws of the rows take, [8, size]."""
-    inputs = np.zeros((8, size), np.int64)
+def _parameters_of(rows: Sequence[Row], kinds: Sequence[Kind], size: int) -> npt.NDArray[np.int64]:
+    """Return the parameters of a draw, int64 [PARAMETERS, size], of which the rows use the first
+    columns."""
+    parameters = np.zeros((PARAMETERS, size), np.int64)
     count = len(rows)
-    inputs[KIND, :count] = kinds
-    if any(kinds):
-        inputs[: ZERO + 1, :count] = keys_of(rows)[:, :, 0]
-        inputs[TOP_K, :count] = [row.sampling.top_k for row in rows]
-    cuts = inputs[TEMPERATURE : TOP_P + 1].view(np.float64)
-    cuts[:] = 1.0
-    for at, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+    parameters[KIND, :count] = kinds
+    if any(kinds):  # not all BEST, which is 0 and needs no other parameters
+        parameters[: ZERO + 1, :count] = keys_of(rows)[:, :, 0]
+        parameters[TOP_K, :count] = [row.sampling.top_k for row in rows]
+    temperature_and_top_p = parameters[TEMPERATURE : TOP_P + 1].view(np.float64)
+    temperature_and_top_p[:] = 1.0
+    for index, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         if kind != Kind.BEST:
-            cuts[:, at] = row.sampling.temperature, row.sampling.top_p
-    return inputs
+            temperature_and_top_p[:, index] = row.sampling.temperature, row.sampling.top_p
+    return parameters
 
 
-# Of each row, on the device: logits [n, vocabulary], random bits, temperature and top-p double
-# [n, 1] -> tokens.
+# The functions below draw a token for each of n rows, on the device. They take logits
+# [n, vocabulary], and temperature and top-p as float64 [n, 1]. The weight of a token is
+# exp((logit - best logit) / temperature).
 
 
 def _draw_top_k(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, most: int
+    logits: Tensor,
+    bits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    max_candidates: int,
 ) -> Tensor:
-    """Inverse CDF over `most` candidates, best first and ties by lower id. `bits` [n, 1]."""
-    best, ids = logits.topk(min(logits.shape[1], most), dim=-1, sorted=False)
+    """Return tokens drawn by inverse CDF from the `top_k` [n, 1] best tokens, best first and ties
+    by lower id. `bits` [n, 1]: random bits. `max_candidates`: at least top_k."""
+    best, ids = logits.topk(min(logits.shape[1], max_candidates), dim=-1, sorted=False)
     ids, order = ids.sort(-1)
     best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     weights = ((best.double() - best[:, :1]) / temperature).exp_()
-    is_candidate = torch.arange(ids.shape[1], device=logits.device) < top_k
-    weights = torch.where(is_candidate, weights, 0.0)
+    is_in_top_k = torch.arange(ids.shape[1], device=logits.device) < top_k
+    weights = torch.where(is_in_top_k, weights, 0.0)
     sums = weights.cumsum(-1)
-    is_kept = (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
-    weights = torch.where(is_kept, weights, 0.0)
+    is_in_top_p = (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
+    weights = torch.where(is_in_top_p, weights, 0.0)
     sums = weights.cumsum(-1)
-    place = torch.searchsorted(sums, bits * FRACTION * sums[:, -1:], right=True)
-    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
-    return ids.gather(1, torch.minimum(place, last))[:, 0]
+    index = torch.searchsorted(sums, bits * FRACTION * sums[:, -1:], right=True)
+    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # -1 if the logits are NaN
+    return ids.gather(1, torch.minimum(index, last))[:, 0]
 
 
 def _draw_proposals(
-    logits: Tensor, bits: Tensor, member: Tensor, temperature: Tensor, top_p: Tensor | None
+    logits: Tensor, bits: Tensor, members: Tensor, temperature: Tensor, top_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first proposal that is accepted and kept, as crossover.serving.sampling.top_k_top_p
-    defines them, and whether there is one. `bits`, `member`: see proposal_bits."""
+    """Return tokens drawn by rejection sampling, and whether each is valid, bool [n].
+
+    crossover.serving.sampling.top_k_top_p defines groups, members and proposals. The token is the
+    first proposal that is accepted and in top-p (None: any). It is not valid if there is none, or
+    if top-p could not be decided. `bits`, `members`: see proposal_bits.
+    """
     count, vocabulary = logits.shape
     groups = vocabulary // MEMBERS
-    whole = groups * MEMBERS
+    grouped = groups * MEMBERS  # the tokens behind these are one more, smaller group
     maxima = torch.full((count, groups + 1), -math.inf, device=logits.device)
-    maxima[:, :groups] = logits[:, :whole].view(count, MEMBERS, groups).amax(1)
-    if whole < vocabulary:
-        maxima[:, groups] = logits[:, whole:].amax(1)
-    scale = 1 / temperature
+    maxima[:, :groups] = logits[:, :grouped].view(count, MEMBERS, groups).amax(1)
+    if grouped < vocabulary:
+        maxima[:, groups] = logits[:, grouped:].amax(1)
+    inverse_temperature = 1 / temperature
     best = maxima.amax(1, keepdim=True)
-    weights = ((maxima - best) * scale.float()).exp().double()
+    weights = ((maxima - best) * inverse_temperature.float()).exp().double()
     sums = weights.cumsum(-1)
-    which, acceptance = (bits.double() * FRACTION).unbind()
-    group = torch.searchsorted(sums, which * sums[:, -1:], right=True).clamp_(max=groups)
-    token = torch.where(group < groups, member * groups + group, whole + member)
+    group_uniforms, acceptance_uniforms = (bits.double() * FRACTION).unbind()
+    group = torch.searchsorted(sums, group_uniforms * sums[:, -1:], right=True).clamp_(max=groups)
+    token = torch.where(group < groups, members * groups + group, grouped + members)
     exists = token < vocabulary
     token = token.clamp_(max=vocabulary - 1)
     logit = logits.gather(1, token)
-    taken = exists & (acceptance < ((logit - maxima.gather(1, group)) * scale).exp())
-    enough = torch.ones_like(taken[:, 0])
+    relative_weight = ((logit - maxima.gather(1, group)) * inverse_temperature).exp()
+    is_accepted = exists & (acceptance_uniforms < relative_weight)
+    is_decided = torch.ones_like(is_accepted[:, 0])
     if top_p is not None:
-        kept, enough = _least_kept(logits, scale, top_p)
-        taken &= logit >= kept
-    first = taken.to(torch.int8).argmax(-1, keepdim=True)
-    return token.gather(1, first)[:, 0], taken.any(-1) & enough
+        lowest_logit, is_decided = _lowest_in_top_p(logits, inverse_temperature, top_p)
+        is_accepted &= logit >= lowest_logit
+    first = is_accepted.to(torch.int8).argmax(-1, keepdim=True)
+    return token.gather(1, first)[:, 0], is_accepted.any(-1) & is_decided
 
 
-def _least_kept(logits: Tensor, scale: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest logit [n, 1] that top-p keeps, and whether enough candidates were looked at."""
-    weights = torch.softmax(logits * scale.float(), -1)
+def _lowest_in_top_p(
+    logits: Tensor, inverse_temperature: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the lowest logit in top-p, [n, 1], and whether it lies among the MAX_CANDIDATES best,
+    bool [n]; otherwise it is unknown."""
+    weights = torch.softmax(logits * inverse_temperature.float(), -1)
     best, ids = logits.topk(min(logits.shape[1], MAX_CANDIDATES), dim=-1)
     candidates = weights.gather(1, ids).double()
-    is_kept = candidates.cumsum(-1) - candidates < top_p
-    last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
-    is_all = ids.shape[1] == logits.shape[1]
-    enough = (last[:, 0] + 1 < ids.shape[1]) | (top_p[:, 0] >= 1) | is_all
-    return torch.where(top_p < 1, best.gather(1, last), -math.inf), enough
+    is_in_top_p = candidates.cumsum(-1) - candidates < top_p
+    last = (is_in_top_p.sum(-1, keepdim=True) - 1).clamp_(min=0)  # -1 if the logits are NaN
+    has_all_tokens = ids.shape[1] == logits.shape[1]
+    is_decided = (last[:, 0] + 1 < ids.shape[1]) | (top_p[:, 0] >= 1) | has_all_tokens
+    return torch.where(top_p < 1, best.gather(1, last), -math.inf), is_decided

@@ -1,6 +1,7 @@
-"""Memory of the torch engine on a GPU beside weights and KV cache, predicted without torch.
+"""Predicts the memory of the torch engine on a GPU beside weights and KV cache, without torch.
 
-All sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE_BYTES`.
+Sizes are in bytes and follow from the model's shape. WORKSPACE_BYTES includes what the allocator
+adds by rounding.
 """
 
 from __future__ import annotations
@@ -9,77 +10,91 @@ from crossover.models.model_spec import ModelSpec
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
 MIB = 1 << 20
-CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told
-# cuBLAS keeps 32 MiB for each stream on Hopper (there are two), the allocator whole blocks.
+CONTEXT_BYTES = 600 * MIB  # the CUDA context and the kernels; reports range from 0.5 to 1 GB
+# cuBLAS keeps 32 MiB for each stream on Hopper (there are two), and the allocator whole blocks.
 WORKSPACE_BYTES = 160 * MIB
-# Of each logit where tokens are drawn with top-p: its quotient by the temperature, and the softmax.
-DRAW_BYTES = 8
-CANDIDATE_BYTES = 64 << 10  # of each row: the candidates of top-p, sorted, with their sums
+# Of each logit that top-p draws from: two float32, its quotient by the temperature and its softmax.
+DRAW_BYTES_PER_LOGIT = 8
+CANDIDATE_BYTES = 64 << 10  # of each row that is drawn: the sorted candidates of top-p, their sums
+LOGIT_BYTES = 4  # the logits' buffer is float32
+# Tokens of the steps with prompts that are captured as CUDA graphs.
 TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 # Operations that a GPU does while Python launches the kernels of one layer (0.4 ms on an H200's
-# host, at 600 TFLOP/s): a step of so many is not slower for being launched.
+# host, at 600 TFLOP/s). A step with more operations per layer gains nothing from a graph.
 LAYER_LAUNCH_OPERATIONS = 2.4e11
 
 
 def decode_buckets(rows: int) -> list[int]:
-    """1, 2, 4, 8, ... and `rows` itself: the rows of captured decode steps and draws."""
-    return [*(1 << power for power in range((rows - 1).bit_length())), rows]
+    """Return the numbers of rows for which decode steps and draws are captured: 1, 2, 4, 8, ... and
+    `rows` itself."""
+    powers_of_two = [1 << power for power in range((rows - 1).bit_length())]
+    return [*powers_of_two, rows]
 
 
-def token_buckets(limit: int) -> list[int]:
-    """Tokens of captured steps with prompts, of which the largest holds `limit` or is the last."""
-    smaller = [tokens for tokens in TOKEN_BUCKETS if tokens < limit]
+def token_buckets(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens for which steps with prompts are captured: the TOKEN_BUCKETS up
+    to the first that has room for `max_tokens`, or all of them if none has."""
+    smaller = [tokens for tokens in TOKEN_BUCKETS if tokens < max_tokens]
     return [*smaller, *TOKEN_BUCKETS[len(smaller) : len(smaller) + 1]]
 
 
 def captured_tokens(spec: ModelSpec, settings: SchedulerSettings) -> int:
-    """Most tokens of a step with prompts that is worth a graph: more take the GPU longer than
-    launching them takes Python, or no step has them."""
-    worth = LAYER_LAUNCH_OPERATIONS * spec.layers / (2 * spec.matrix_parameters)
-    return min(int(worth), settings.step_tokens, settings.slots * settings.context_tokens)
+    """Return the maximum tokens of a step with prompts that is captured. With more tokens, the GPU
+    takes longer to compute the step than Python to launch it, or no step has so many."""
+    launch_operations = LAYER_LAUNCH_OPERATIONS * spec.layers
+    operations_per_token = 2 * spec.matrix_parameters
+    useful = int(launch_operations / operations_per_token)
+    return min(useful, settings.step_tokens, settings.slots * settings.context_tokens)
 
 
 def pass_bytes(
-    spec: ModelSpec, tokens: int, logit_rows: int, element: int, singles: int = 0
+    spec: ModelSpec, tokens: int, logit_rows: int, element_bytes: int, decode_rows: int = 0
 ) -> int:
-    """Most bytes alive at once in a pass over `tokens` tokens, its logits' buffer left out. Those
-    of the largest step are what captured graphs keep. `element`: bytes of an activation;
-    `singles`: tokens that attend in a call of their own, beside pieces of prompts.
+    """Return the maximum bytes that a pass over `tokens` tokens has allocated at once, without the
+    buffer that its logits are copied to. Captured graphs keep those of the largest step.
 
-    x and the turns of its positions live throughout; over them come the heads with their products
-    or with what attends, the widest layers of the feed-forward part, or the logits in the compute
-    type.
+    `element_bytes`: of an activation. `decode_rows`: how many of the tokens attend in a call of
+    their own, because the step has pieces of prompts as well.
+
+    The hidden state, the RoPE matrices and the positions are allocated throughout. The largest of
+    these comes on top: the heads of a layer with their rotation or with the result of attention,
+    the feed-forward part, or the head of the model.
     """
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    throughout = element * tokens * (spec.hidden + 2 * spec.head_dim) + 12 * tokens
-    heads = element * tokens * (queries + 2 * keys)
-    turned = element * tokens * 2 * (queries + keys)
-    # Beside the results, a float32 a head: the kernel gives the logarithm of the weights' sum.
-    attended = element * queries * (tokens + 2 * singles) + 4 * spec.heads * (tokens + singles)
-    feed_forward = element * tokens * 3 * spec.intermediate
-    head = element * logit_rows * (spec.hidden + spec.vocabulary)
-    return throughout + max(heads + max(turned, attended), feed_forward, head)
+    throughout = element_bytes * tokens * (spec.hidden + 2 * spec.head_dim) + 12 * tokens
+    heads = element_bytes * tokens * (queries + 2 * keys)
+    rotation = element_bytes * tokens * 2 * (queries + keys)
+    attention = element_bytes * queries * (tokens + 2 * decode_rows)
+    # The flash kernel also returns a float32 per head, the logarithm of the sum of the weights.
+    attention += 4 * spec.heads * (tokens + decode_rows)
+    feed_forward = element_bytes * tokens * 3 * spec.intermediate
+    model_head = element_bytes * logit_rows * (spec.hidden + spec.vocabulary)
+    return throughout + max(heads + max(rotation, attention), feed_forward, model_head)
 
 
-def graph_bytes(spec: ModelSpec, settings: SchedulerSettings, element: int) -> int:
-    """What the graphs' pool holds: the largest captured step, or draw."""
-    slots, largest = settings.slots, token_buckets(captured_tokens(spec, settings))[-1]
-    rows = min(largest, slots)
-    mixed = pass_bytes(spec, largest, rows, element, rows)
-    return max(mixed, pass_bytes(spec, slots, slots, element), draw_bytes(spec, slots))
+def graph_bytes(spec: ModelSpec, settings: SchedulerSettings, element_bytes: int) -> int:
+    """Return the bytes of the memory pool that all graphs share: those of the largest one, which is
+    a step with prompts, a decode step or a draw."""
+    slots = settings.slots
+    tokens = token_buckets(captured_tokens(spec, settings))[-1]
+    rows = min(tokens, slots)
+    with_prompts = pass_bytes(spec, tokens, rows, element_bytes, rows)
+    decode = pass_bytes(spec, slots, slots, element_bytes)
+    return max(with_prompts, decode, draw_bytes(spec, slots))
 
 
 def draw_bytes(spec: ModelSpec, slots: int) -> int:
-    """What drawing a token for each slot takes at the most."""
-    return slots * (DRAW_BYTES * spec.vocabulary + CANDIDATE_BYTES)
+    """Return the maximum bytes that drawing a token for each slot takes."""
+    return slots * (DRAW_BYTES_PER_LOGIT * spec.vocabulary + CANDIDATE_BYTES)
 
 
 def overhead_bytes(spec: ModelSpec, weight_format: str, settings: SchedulerSettings) -> int:
-    """What placement adds to weights and KV cache: the largest step, which is its pass or its
-    draws, the buffer of float32 logits, graphs, workspaces and CUDA itself."""
-    element = 4 if weight_format == "fp32" else 2
+    """Return the bytes that the engine takes besides weights and KV cache: the largest pass or
+    draw, the buffer of logits, graphs, workspaces and CUDA itself."""
+    element_bytes = 4 if weight_format == "fp32" else 2
     slots = settings.slots
-    largest_pass = pass_bytes(spec, settings.step_tokens, slots, element, slots)
+    largest_pass = pass_bytes(spec, settings.step_tokens, slots, element_bytes, slots)
     largest = max(largest_pass, draw_bytes(spec, slots))
-    graphs = graph_bytes(spec, settings, element) + 4 * slots * spec.vocabulary
-    return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs
+    logits = LOGIT_BYTES * slots * spec.vocabulary
+    graphs = graph_bytes(spec, settings, element_bytes)
+    return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs + logits

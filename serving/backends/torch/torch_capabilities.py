@@ -1,4 +1,4 @@
-"""What the installed torch can do. Runs in a process of its own."""
+"""The probe of the torch backend: what the installed torch can do on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from crossover.serving.errors import Cause
 
 
 def probe() -> BackendProbe:
-    """Import it; where it sees a GPU, multiply matrices there."""
+    """Return what the installed torch can do. If it finds a GPU, it has to multiply two matrices
+    correctly there. Runs in a child process."""
     import torch
 
     details = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
@@ -18,11 +19,13 @@ def probe() -> BackendProbe:
     elif not torch.cuda.is_available():
         cause, note = Cause.no_device, "torch sees no GPU"
     else:
-        details["built_for"], note = built_for, torch.cuda.get_device_name(0)
+        details["built_for"] = built_for
+        note = torch.cuda.get_device_name(0)
         try:
             for dtype in (torch.float32, torch.bfloat16):
                 ones = torch.ones(256, 256, device="cuda", dtype=dtype)
-                if float((ones @ ones).float().sum().cpu()) != 256.0**3:
+                product_sum = float((ones @ ones).float().sum().cpu())
+                if product_sum != 256.0**3:
                     cause, note = Cause.driver_mismatch, f"a product of {dtype} came out wrong"
         except RuntimeError as problem:
             note = str(problem).splitlines()[0]
@@ -40,7 +43,7 @@ def probe() -> BackendProbe:
 
 
 def cause_of(text: str) -> Cause:
-    """The cause in the words of CUDA's and HIP's errors."""
+    """Return the cause for an error message of CUDA or HIP."""
     if "kernel image" in text or "invalid device function" in text:
         return Cause.arch_unsupported
     if "memory" in text:

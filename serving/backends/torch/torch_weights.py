@@ -1,4 +1,4 @@
-"""Reads safetensors into the few fused matrices that the step multiplies with.
+"""Reads safetensors into the few fused matrices that a step multiplies with.
 
 Tensors are read one at a time from memory-mapped files and checked against the shapes that
 config.json implies. Query, key and value become one matrix, gate and up another. Peak memory is
@@ -30,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(slots=True)
 class Dense:
-    """x @ weight.T + bias, weight [out, in] in the compute type."""
+    """A linear layer: x @ weight.T + bias, with a weight [outputs, inputs] in the compute type."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -40,25 +40,26 @@ class Dense:
 
 
 def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
-    """Type of weights, activations and KV cache: the stored one, but float32 on a CPU that is slow
-    with bf16 (oneDNN's test: AVX-512, Arm with bf16)."""
+    """Return the type of weights, activations and KV cache: that of the stored weights, but float32
+    for bf16 weights on a CPU that is slow with bf16 (one without AVX-512 or Arm's bf16, by oneDNN's
+    own test)."""
     if weight_format in ("fp32", "fp16"):
         return DTYPES[weight_format]
-    is_quick = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if is_quick else torch.float32
+    has_fast_bf16 = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_fast_bf16 else torch.float32
 
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block: fused matrices and its norms."""
+    """One transformer block: its fused matrices, and the weights of its norms."""
 
-    qkv: Dense
+    qkv: Dense  # outputs: queries, keys and values of all heads, one behind the other
     out: Dense
-    gate_up: Dense
+    gate_up: Dense  # outputs: gate, then up
     down: Dense
     attention_norm: Tensor
     mlp_norm: Tensor
-    query_norm: Tensor | None
+    query_norm: Tensor | None  # [head_dim]; None: heads are not normalized
     key_norm: Tensor | None
 
 
@@ -67,8 +68,8 @@ class Weights:
     """A whole model on its device."""
 
     embedding: Tensor
-    head: Dense
-    norm: Tensor
+    head: Dense  # to the logits
+    norm: Tensor  # of the last hidden state
     layers: list[Layer]
 
 
@@ -77,17 +78,18 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Not consolidated.safetensors, which some repositories have beside them, nor what old
-        # versions of transformers wrote and the forward pass computes.
+        # Some repositories also have consolidated.safetensors, with the same weights under other
+        # names. Old versions of transformers stored inv_freq, the frequencies of RoPE, which the
+        # forward pass computes.
         self.stored = {
-            name: one
-            for name, one in read_tensors(folder).items()
-            if one.file.name.startswith("model") and not name.endswith(".inv_freq")
+            name: tensor
+            for name, tensor in read_tensors(folder).items()
+            if tensor.file.name.startswith("model") and not name.endswith(".inv_freq")
         }
         self._opened: dict[Path, Any] = {}
 
     def read(self, name: str) -> Tensor:
-        """One tensor as stored, on the CPU."""
+        """Return a tensor as it is stored, on the CPU."""
         file = self._stored(name).file
         if file not in self._opened:
             self._opened[file] = safe_open(str(file), framework="pt")
@@ -96,7 +98,7 @@ class Checkpoint:
 
     @property
     def weight_format(self) -> str:
-        """The format of the matrices: fp32, bf16 or fp16."""
+        """Return the format of the matrices: fp32, bf16 or fp16."""
         dtype = self._stored(EMBEDDING).dtype
         if dtype not in FORMATS:
             raise UnsupportedModel(
@@ -117,35 +119,39 @@ def load(
     device: torch.device,
     progress: Progress,
 ) -> Weights:
-    """All weights, fused, on `device`. Raises BrokenWeights, UnsupportedModel."""
+    """Return all weights, fused, as `dtype` on `device`. Raises BrokenWeights, UnsupportedModel."""
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
-    seen: set[str] = set()
+    used: set[str] = set()
 
     def read(name: str) -> Tensor:
+        """Return a copy of one tensor, after checking its shape."""
         tensor = checkpoint.read(name)
         if tuple(tensor.shape) != shapes[name]:
             raise BrokenWeights(
                 f"{name!r} of {checkpoint.folder.name} has the shape {list(tensor.shape)}; "
                 f"config.json implies {list(shapes[name])}"
             )
-        seen.add(name)
+        used.add(name)
         return tensor.to(device=device, dtype=dtype, copy=True)
 
     def linear(*modules: str) -> Dense:
-        """One fused matrix of several modules with the same input."""
+        """Return modules with the same input as one fused matrix."""
         bias: Tensor | None = None
         if f"{modules[0]}.bias" in shapes:
             bias = torch.cat([read(f"{module}.bias") for module in modules])
-        parts = [read(f"{module}.weight") for module in modules]
-        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        weights = [read(f"{module}.weight") for module in modules]
+        return Dense(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    def optional(name: str) -> Tensor | None:
+        return read(name) if name in shapes else None
 
     layers = []
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        norms = [attention + "q_norm.weight", attention + "k_norm.weight"]
-        query_norm, key_norm = (read(name) if name in shapes else None for name in norms)
+        query_norm = optional(attention + "q_norm.weight")
+        key_norm = optional(attention + "k_norm.weight")
         layer = Layer(
             qkv=linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
             out=linear(attention + "o_proj"),
@@ -160,11 +166,13 @@ def load(
     embedding = read(EMBEDDING)
     head = Dense(embedding) if spec.tied else linear("lm_head")
     norm = read("model.norm.weight")
-    # Some tied checkpoints store the head as well.
-    foreign = sorted(set(checkpoint.stored) - seen - ({HEAD} if spec.tied else set()))
-    if foreign:
+    unused = set(checkpoint.stored) - used
+    if spec.tied:
+        unused.discard(HEAD)  # a copy of the embedding, which some tied checkpoints store as well
+    if unused:
+        names = ", ".join(sorted(unused)[:3])
         raise UnsupportedModel(
             f"{checkpoint.folder.name} holds tensors that a {spec.family} model of this kind does "
-            f"not have: {', '.join(foreign[:3])} ({len(foreign)} in all)"
+            f"not have: {names} ({len(unused)} in all)"
         )
     return Weights(embedding, head, norm, layers)

@@ -17,7 +17,7 @@ from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import Delta, Submit
 from crossover.serving.engine.scheduler import Scheduler
 from crossover.serving.errors import EngineFailed
-from crossover.serving.sampling.step_inputs import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from crossover.serving.sampling.step_inputs import NO_TOKEN, PLACEHOLDER, Row, Sampled, Sampling
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,
@@ -75,7 +75,7 @@ class Launching(Recorder):
         assert list(self.unread) == ([] if after is None else [after])
         known = []
         for row in rows:
-            if row.tokens[0] == DRAWN:
+            if row.tokens[0] == PLACEHOLDER:
                 assert after is not None and len(row.tokens) == 1
                 row = replace(row, tokens=np.array([after.by_slot[row.slot]], np.int32))
             known.append(row)
@@ -87,7 +87,7 @@ class Launching(Recorder):
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         assert not self.unread, "a step that is waited for while another is under way"
-        assert all(DRAWN not in row.tokens for row in rows)
+        assert all(PLACEHOLDER not in row.tokens for row in rows)
         return super().step(rows)
 
 

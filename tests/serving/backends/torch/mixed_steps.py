@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from crossover.serving.backends.torch.backend import TorchBackend
-from crossover.serving.sampling.step_inputs import DRAWN, Row
+from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import TRANSFORMERS_LOCK
 
@@ -91,7 +91,7 @@ def _launched(backend: TorchBackend, sequences: list[list[int]], held: list[int]
     before: Any = None
     for _ in range(LAUNCHED_STEPS):
         rows = [
-            row(slot, [DRAWN] if before is not None else one[-1:], held[slot])
+            row(slot, [PLACEHOLDER] if before is not None else one[-1:], held[slot])
             for slot, one in enumerate(sequences)
         ]
         launched = backend.launch(rows, before)

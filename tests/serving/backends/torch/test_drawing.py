@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossover.serving.backends.torch.gpu_sampler import DeviceSampler, drawable
+from crossover.serving.backends.torch.gpu_sampler import DeviceSampler, can_draw
 from crossover.serving.sampling.batch_sampler import sample
 from crossover.serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, prompt_of, row
@@ -54,10 +54,10 @@ def test_the_device_says_when_it_cannot_draw() -> None:
     rows = [row(0, [1], 3, sampling=Sampling(temperature=1.0, top_p=0.9, seed=1)), row(1, [1], 3)]
     _, good = CPU.draw(flat, rows)
     assert good.tolist() == [False, False]
-    assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
-    assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))
-    assert not drawable(row(0, [1], 0, sampling=Sampling(temperature=1.0, min_p=0.1)))
-    assert not drawable(replace(row(0, [1], 0), banned=(3,)))
+    assert not can_draw(row(0, [1], 0, sampling=Sampling(logprobs=1)))
+    assert not can_draw(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))
+    assert not can_draw(row(0, [1], 0, sampling=Sampling(temperature=1.0, min_p=0.1)))
+    assert not can_draw(replace(row(0, [1], 0), banned=(3,)))
 
 
 def test_rows_that_the_device_cannot_draw_go_to_the_host(make: Make) -> None:

@@ -55,7 +55,7 @@ def test_packed_attention_in_graphs_gives_the_tokens_of_transformers(
 def test_plain_attention_gives_the_same_tokens_without_graphs(
     make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = "crossover.serving.backends.torch.backend.flash_trouble"
+    where = "crossover.serving.backends.torch.backend.why_no_flash"
     monkeypatch.setattr(where, lambda *asked: "too old")
     backend = on_gpu(make, "tiny-llama3")
     assert backend.info.details["attention"] == "sdpa: too old" and not cuda.graphs

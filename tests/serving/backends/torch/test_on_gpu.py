@@ -113,7 +113,7 @@ def test_float32_gives_the_tokens_of_transformers_by_the_plain_path(
     make: Make, gpu: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gpu == "cpu":  # the stand-in's flash kernel takes any type
-        where = "crossover.serving.backends.torch.backend.flash_trouble"
+        where = "crossover.serving.backends.torch.backend.why_no_flash"
         monkeypatch.setattr(where, lambda *asked: "float32 has no flash kernel")
     backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
     assert backend.info.details["attention"].startswith("sdpa: ")
