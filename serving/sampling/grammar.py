@@ -105,6 +105,7 @@ class Grammars:
         ).copy()
 
     def _compile(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
+        """Return a new matcher. Only one of the three is not None. Raises Unsupported."""
         sampling = Sampling(grammar=grammar, json_schema=schema, tool_calls=calls)
         if self._tokenizer is None:
             raise _refused(sampling, "the model has no token that ends a text")
@@ -130,7 +131,7 @@ class Matcher:
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
         grammar = _translate(sampling)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # one bit per token
         if not self._allowed_tokens().any() and self.error is None:
             self.error = _refused(sampling, "nothing matches it")
         if self.error is not None:
@@ -235,6 +236,7 @@ def _translate(sampling: Sampling) -> str:
 
 
 def _lark_of(schema: Any) -> str:
+    """Return a JSON schema as a rule of llguidance's grammar format."""
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
     return f"start: %json {json.dumps(schema)}"
@@ -248,9 +250,14 @@ def _schema_of_calls(calls: ToolCalls) -> dict[str, Any]:
         arguments = _schema_of_arguments(tool, f"f{number}_")
         definitions |= arguments.pop("$defs", {})
         definitions[f"f{number}"] = arguments
-        call = {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/f{number}"}}
-        closed = {"required": [*call], "additionalProperties": False}
-        choices.append({"type": "object", "properties": call, **closed})
+        properties = {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/f{number}"}}
+        call = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        choices.append(call)
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": choices}, "minItems": 1}
     if calls.at_most_one:
         schema["maxItems"] = 1
@@ -291,13 +298,15 @@ def _compile_error(schema: Any) -> str:
 
 
 def _count_patterns(schema: Any) -> int:
-    """Return the number of patternProperties in a schema. llguidance compares every pair of
-    them."""
+    """Return the number of patternProperties in a schema and its subschemas. llguidance compares
+    every pair of them."""
+    if isinstance(schema, list):
+        return sum(_count_patterns(child) for child in schema)
     if not isinstance(schema, dict):
-        return sum(map(_count_patterns, schema)) if isinstance(schema, list) else 0
+        return 0
     patterns = schema.get("patternProperties")
     count = len(patterns) if isinstance(patterns, dict) else 0
-    return count + sum(map(_count_patterns, schema.values()))
+    return count + sum(_count_patterns(child) for child in schema.values())
 
 
 def _shortened(reason: str) -> str:

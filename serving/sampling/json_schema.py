@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -92,6 +92,22 @@ _REFERENCE_ONLY_KEYS = (
     "else",
     "contains",
     "propertyNames",
+)
+# All keywords with subschemas: those whose value maps names to schemas, and those whose value is a
+# schema or a list of schemas.
+_MAPS_OF_SUBSCHEMAS = (
+    *_SCHEMA_MAP_KEYS,
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)
+_SUBSCHEMAS = (
+    *_SCHEMA_KEYS,
+    *_SCHEMA_LIST_KEYS,
+    *_REFERENCE_ONLY_KEYS,
+    "unevaluatedItems",
+    "unevaluatedProperties",
 )
 _TYPE_NAMES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 
@@ -264,73 +280,95 @@ class _SchemaTranslator:
         translated: dict[str, Any] = {key: schema[key] for key in _VALUE_KEYS if key in schema}
         self._translate_numbers(translated, path)
         self._translate_texts(translated, path)
-        # A combined object has properties from several subschemas that hold together: its own,
-        # those of a $ref, of an allOf and so on. It is closed over all of them, not one by one.
-        combining_keys = [key for key in (*_COMBINING_KEYS, "$ref") if key in schema]
-        has_own_properties = (
-            any(key in schema for key in _SCHEMA_MAP_KEYS) or "additionalProperties" in schema
-        )
-        is_combined = bool(combining_keys) and (
-            has_own_properties or len(combining_keys) > 1 or len(schema.get("allOf", ())) > 1
-        )
-        close_branches = close_objects and not is_combined
+        is_combined = _is_combined(schema)
+        self._translate_branches(subschema, translated, close_objects and not is_combined)
+        self._translate_properties(subschema, translated, close_objects and not is_combined)
+        self._translate_array(subschema, translated)
+        if close_objects and is_combined:
+            self._close_combined(subschema, translated)
+        self._check_unsupported(subschema)
+        return translated
 
-        def translate_child(key: str, child: Schema, close_objects: bool = True) -> Schema:
-            return self._translate(Subschema(child, base_uri, f"{path}/{key}"), close_objects)
+    def _translate_child(
+        self, parent: Subschema, key: str, child: Schema, close_objects: bool = True
+    ) -> Schema:
+        """Return the translation of the subschema at `key` of `parent`. Raises
+        UnsupportedSchema."""
+        path = f"{parent.path}/{key}"
+        return self._translate(Subschema(child, parent.base_uri, path), close_objects)
 
+    def _translate_branches(
+        self, subschema: Subschema, translated: dict[str, Any], close_branches: bool
+    ) -> None:
+        """Add the target of the schema's $ref and the branches of its allOf, anyOf and oneOf.
+        Raises UnsupportedSchema."""
+        schema = subschema.schema
         if "$ref" in schema:
             target = self._resolve(subschema, schema["$ref"])
             translated["$ref"] = f"#/$defs/{self._definition_name(target, close_branches)}"
         for key in _COMBINING_KEYS:
-            if key in schema:
-                branches = [
-                    translate_child(f"{key}/{number}", branch, close_branches)
-                    for number, branch in enumerate(self._schema_list(subschema, key))
-                ]
-                # The compiler does not enforce oneOf. It becomes anyOf; beside another anyOf, both
-                # become branches of an allOf.
-                target_key = "anyOf" if key == "oneOf" else key
-                if target_key in translated:
-                    translated.setdefault("allOf", []).append({"anyOf": branches})
-                else:
-                    translated[target_key] = branches
+            if key not in schema:
+                continue
+            branches = [
+                self._translate_child(subschema, f"{key}/{number}", branch, close_branches)
+                for number, branch in enumerate(self._schema_list(subschema, key))
+            ]
+            # The compiler does not enforce oneOf. It becomes anyOf; beside another anyOf, both
+            # become branches of an allOf.
+            target_key = "anyOf" if key == "oneOf" else key
+            if target_key in translated:
+                translated.setdefault("allOf", []).append({"anyOf": branches})
+            else:
+                translated[target_key] = branches
+
+    def _translate_properties(
+        self, subschema: Subschema, translated: dict[str, Any], close_object: bool
+    ) -> None:
+        """Add the properties of an object. Raises UnsupportedSchema.
+
+        `close_object`: allow no others, if the schema lists properties and does not set
+        `additionalProperties`.
+        """
+        schema, path = subschema.schema, subschema.path
         for key in _SCHEMA_MAP_KEYS:
             if key in schema:
                 if not isinstance(schema[key], dict):
                     raise UnsupportedSchema(path, key, "it must be an object")
                 translated[key] = {
-                    name: translate_child(f"{key}/{name}", child)
+                    name: self._translate_child(subschema, f"{key}/{name}", child)
                     for name, child in schema[key].items()
                 }
-        self._translate_array(subschema, translated, translate_child)
         patterns = translated.get("patternProperties", {})
         unknown_patterns = [
             pattern for pattern in patterns if not _is_supported("pattern", pattern)
         ]
         for pattern in unknown_patterns:
-            self._raise_unless_best_effort(
-                path, "patternProperties", f"the pattern {pattern[:100]!r}"
-            )
+            what = f"the pattern {pattern[:100]!r}"
+            self._raise_unless_best_effort(path, "patternProperties", what)
             del patterns[pattern]
         if "additionalProperties" in schema:
-            translated["additionalProperties"] = translate_child(
-                "additionalProperties", schema["additionalProperties"]
+            translated["additionalProperties"] = self._translate_child(
+                subschema, "additionalProperties", schema["additionalProperties"]
             )
-        elif close_objects and has_own_properties and not is_combined and not unknown_patterns:
+        elif close_object and _has_own_properties(schema) and not unknown_patterns:
             self._close_object(translated)
         if unknown_patterns and translated.get("additionalProperties") is False:
             # Names that match the removed patterns must remain possible.
             del translated["additionalProperties"]
-        if close_objects and is_combined and self._may_close(subschema):
-            names, patterns_of_names = self._property_names(subschema)
-            closing_branch: dict[str, Any] = {"properties": dict.fromkeys(sorted(names), True)}
-            closing_branch["additionalProperties"] = False
-            if patterns_of_names:
-                closing_branch["patternProperties"] = dict.fromkeys(sorted(patterns_of_names), True)
-            if self._visits_left and (names or patterns_of_names):
-                translated.setdefault("allOf", []).append(closing_branch)
-        self._check_unsupported(subschema)
-        return translated
+
+    def _close_combined(self, subschema: Subschema, translated: dict[str, Any]) -> None:
+        """Allow only the properties that any of the combined subschemas lists, by one more branch
+        of an allOf, unless one of them has a rule for further properties."""
+        if not self._may_close(subschema):
+            return
+        names, patterns = self._property_names(subschema)
+        branch: dict[str, Any] = {"properties": dict.fromkeys(sorted(names), True)}
+        branch["additionalProperties"] = False
+        if patterns:
+            branch["patternProperties"] = dict.fromkeys(sorted(patterns), True)
+        # Without visits left, some names may not have been collected.
+        if self._visits_left and (names or patterns):
+            translated.setdefault("allOf", []).append(branch)
 
     def _without_ineffective(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema without excluded keywords, null values and allOf branches that accept
@@ -415,15 +453,18 @@ class _SchemaTranslator:
             bound = translated.get(key, 0)
             if isinstance(bound, bool) or not isinstance(bound, int | float):
                 raise UnsupportedSchema(path, key, "it must be a number")
-            outward = -1 if key in _LOWER_BOUND_KEYS else 1
-            if key != "multipleOf" and abs(bound) > MAX_BOUND:
-                # An upper bound above MAX_BOUND is tightened to it, which every accepted value
-                # still satisfies. An upper bound below -MAX_BOUND cannot be expressed. Lower
-                # bounds are the mirror image.
-                translated[key] = outward * MAX_BOUND
-                if bound * outward < 0:
-                    self._raise_unless_best_effort(path, key, "a bound of this size")
-                    del translated[key]
+            is_too_large = key != "multipleOf" and abs(bound) > MAX_BOUND
+            if not is_too_large:
+                continue
+            # An upper bound above MAX_BOUND is tightened to it, which every accepted value still
+            # satisfies. An upper bound below -MAX_BOUND cannot be expressed. Lower bounds are the
+            # mirror image.
+            is_upper = key in _UPPER_BOUND_KEYS
+            if is_upper == (bound > 0):
+                translated[key] = MAX_BOUND if is_upper else -MAX_BOUND
+            else:
+                self._raise_unless_best_effort(path, key, "a bound of this size")
+                del translated[key]
 
     def _translate_texts(self, translated: dict[str, Any], path: str) -> None:
         """Remove formats that the compiler does not know, in place, and refuse patterns that it
@@ -439,12 +480,7 @@ class _SchemaTranslator:
             )
             del translated["pattern"]
 
-    @staticmethod
-    def _translate_array(
-        subschema: Subschema,
-        translated: dict[str, Any],
-        translate_child: Callable[[str, Schema], Schema],
-    ) -> None:
+    def _translate_array(self, subschema: Subschema, translated: dict[str, Any]) -> None:
         """Add the schemas of an array's items, in the form of draft 2020-12: prefixItems for the
         first items, items for all later ones. Raises UnsupportedSchema."""
         schema = subschema.schema
@@ -459,11 +495,11 @@ class _SchemaTranslator:
                     subschema.path, "prefixItems", "it must be a list of schemas"
                 )
             translated["prefixItems"] = [
-                translate_child(f"prefixItems/{number}", item)
+                self._translate_child(subschema, f"prefixItems/{number}", item)
                 for number, item in enumerate(prefix_items)
             ]
         if later_items is not None:
-            translated["items"] = translate_child(later_key, later_items)
+            translated["items"] = self._translate_child(subschema, later_key, later_items)
 
     def _check_unsupported(self, subschema: Subschema) -> None:
         """Raise UnsupportedSchema for a keyword that the compiler does not support, unless it has
@@ -517,27 +553,42 @@ class _SchemaTranslator:
         if "$ref" in schema:
             yield from self._combined_subschemas(self._resolve(subschema, schema["$ref"]), visited)
         for key in _COMBINING_KEYS:
-            for branch in schema.get(key, ()) if isinstance(schema.get(key), list) else ():
+            branches = schema.get(key)
+            for branch in branches if isinstance(branches, list) else ():
                 child = Subschema(branch, base_uri, f"{subschema.path}/{key}")
                 yield from self._combined_subschemas(child, visited)
+
+
+def _has_own_properties(schema: dict[str, Any]) -> bool:
+    """Return whether a schema has a keyword about properties itself."""
+    return any(key in schema for key in (*_SCHEMA_MAP_KEYS, "additionalProperties"))
+
+
+def _is_combined(schema: dict[str, Any]) -> bool:
+    """Return whether several subschemas apply to the same object: the schema's own properties, the
+    target of a $ref, the branches of an allOf and so on. Such an object is closed over all of them
+    together, because each of them allows only a part of its properties."""
+    combining_keys = [key for key in (*_COMBINING_KEYS, "$ref") if key in schema]
+    if not combining_keys:
+        return False
+    has_several_branches = len(combining_keys) > 1 or len(schema.get("allOf", ())) > 1
+    return has_several_branches or _has_own_properties(schema)
 
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Schema]]:
     """Yield the direct subschemas of a schema with their paths in it. Values that are data (const,
     enum, default, examples) contain no schemas."""
     for key, value in schema.items():
-        if key in (*_SCHEMA_MAP_KEYS, "$defs", "definitions", "dependentSchemas", "dependencies"):
-            for name, child in value.items() if isinstance(value, dict) else ():
-                yield f"{key}/{name}", child
-        elif key in (
-            *_SCHEMA_LIST_KEYS,
-            *_SCHEMA_KEYS,
-            *_REFERENCE_ONLY_KEYS,
-            "unevaluatedItems",
-            "unevaluatedProperties",
-        ):
-            for number, child in enumerate(value) if isinstance(value, list) else ((None, value),):
-                yield key if number is None else f"{key}/{number}", child
+        if key in _MAPS_OF_SUBSCHEMAS:
+            if isinstance(value, dict):
+                for name, child in value.items():
+                    yield f"{key}/{name}", child
+        elif key in _SUBSCHEMAS:
+            if isinstance(value, list):
+                for number, child in enumerate(value):
+                    yield f"{key}/{number}", child
+            else:
+                yield key, value
 
 
 def _has_no_effect(key: str, schema: dict[str, Any]) -> bool:
