@@ -50,8 +50,10 @@ SWITCH_SECONDS = 0.0002
 # beside a compiler of the same priority, 27 to 31 ms with this niceness, and 25 to 28 ms without a
 # compiler.
 COMPILER_NICE = 10
-COMPILER_LOOK_MS = 2  # between two checks of the compiler while the engine is idle
-_PR_SET_PDEATHSIG = 1
+COMPILER_POLL_MS = 2  # between two checks of the compiler while the engine is idle
+# The first process that the kernel kills when memory runs out has the highest score, up to 1000.
+OOM_SCORE = "800"
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def main() -> int:
@@ -60,12 +62,12 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent ends
-    if os.getppid() != parent:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
+    if os.getppid() != parent:  # it ended before the call
         return 1
     try:  # when memory runs out, the kernel should kill the engine and not its parent
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("800")
+            file.write(OOM_SCORE)
     except OSError as problem:
         print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
     config = msgspec.json.decode(os.environ[ipc.CONFIG_VARIABLE].encode(), type=EngineConfig)
@@ -104,7 +106,8 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._frames = ipc.Frames()
-        self._stopping = self._drains = False
+        self._stopping = False  # a Stop has come
+        self._drains = False  # and it asked to finish what is in flight
         self._stepped_at: float | None = None  # end of the last step, if another one follows
         self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher]]] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars", os.nice, (COMPILER_NICE,))
@@ -127,8 +130,10 @@ class Worker:
         # The engine keeps only the bytes of each token and the end tokens of a tokenizer.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
-        # Models pad their vocabulary. Tokens of a tokenizer beyond it are never sampled.
-        table = [*table, *[b""] * (info.vocabulary - len(table))][: info.vocabulary]
+        # One entry for each logit. Models pad their vocabulary beyond the tokenizer's, and a
+        # tokenizer may have tokens without a logit, which are never sampled.
+        padding = [b""] * (info.vocabulary - len(table))
+        table = [*table, *padding][: info.vocabulary]
         ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
         self._grammars = Grammars(table, ends)
         # Grammars get the table without the text of marks, which they must never sample.
@@ -137,7 +142,8 @@ class Worker:
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True
-        # Done while the parent announces that this engine is ready.
+        # The collector need not look at what was loaded again, and rarely at the rest: a collection
+        # delays a step. This happens while the parent announces that the engine is ready.
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
@@ -146,8 +152,12 @@ class Worker:
         """Handle messages and step until a Stop is carried out."""
         scheduler = self.scheduler
         try:
-            while not self._stopping or (self._drains and (scheduler.busy or self._compiling)):
-                wait_ms = COMPILER_LOOK_MS if self._compiling else None
+            while True:
+                has_work = scheduler.busy or bool(self._compiling)
+                if self._stopping and not (self._drains and has_work):
+                    break
+                # Wait for a message if there is nothing else to do (None: for any time).
+                wait_ms = COMPILER_POLL_MS if self._compiling else None
                 while self._poll.poll(0 if scheduler.busy else wait_ms):
                     self._receive()
                     wait_ms = 0
@@ -182,7 +192,7 @@ class Worker:
                 self._add(message)
             case ipc.Cancel(id=number) if number in self._compiling:
                 self._compiling.pop(number)[1].cancel()
-                self._tell(ipc.Delta(number, 0, "", ipc.FinishReason.CANCELLED))
+                self._send_delta(ipc.Delta(number, 0, "", ipc.FinishReason.CANCELLED))
             case ipc.Cancel(id=number):
                 self.scheduler.cancel(number)
             case ipc.Stop(drain=drain):
@@ -199,6 +209,7 @@ class Worker:
         self.send(ipc.Step(deltas, stats))
 
     def _take_compiled(self, submit: ipc.Submit, compilation: Future[Matcher]) -> None:
+        """Queue a sequence whose grammar has been compiled, or end it if the grammar is refused."""
         problem = compilation.exception()
         if problem is None:
             self._add(submit, compilation.result())
@@ -206,14 +217,15 @@ class Worker:
         if not isinstance(problem, Unsupported):
             description = f"{type(problem).__name__}: {problem}"
             problem = Unsupported(f"The grammar cannot be used: {description}")
-        self._tell(failed_delta(submit.id, problem))
+        self._send_delta(failed_delta(submit.id, problem))
 
     def _add(self, submit: ipc.Submit, matcher: Matcher | None = None) -> None:
-        refused = self.scheduler.add(submit, matcher)
-        if refused is not None:
-            self._tell(refused)
+        """Queue a sequence, or end it if it can never run."""
+        refusal = self.scheduler.add(submit, matcher)
+        if refusal is not None:
+            self._send_delta(refusal)
 
-    def _tell(self, delta: ipc.Delta) -> None:
+    def _send_delta(self, delta: ipc.Delta) -> None:
         """Send a Delta outside of a step."""
         stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
         self.send(ipc.Step([delta], stats))

@@ -1,7 +1,8 @@
 """Messages between the API process and its engine: msgpack structs in length-prefixed frames.
 
-To the engine: Submit, Cancel, Stop. From it: Loading, Ready, Step, Died. One Step per scheduler
-step, whatever the number of streams: one wake-up of the event loop, not one per token.
+To the engine: Submit, Cancel, Stop. From it: Loading, Ready, Step, Died. There is one Step for each
+step of the scheduler, however many sequences it had, so that the event loop of the API process
+wakes up once per step and not once per token.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from crossover.serving.sampling.step_inputs import TokenDetail as TokenDetail
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket
-FRAME = struct.Struct("<I")
+FRAME = struct.Struct("<I")  # the prefix of a frame: the length of its body in bytes
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence to generate, from validation to the engine. Ids and limits are checked."""
+    """One sequence to generate, as validation makes it and the engine gets it."""
 
-    prompt: list[int]
-    max_tokens: int
+    prompt: list[int]  # token ids
+    max_tokens: int  # to generate
     sampling: Sampling = Sampling()
     stop: list[str] = []
     stop_token_ids: list[int] = []
     min_tokens: int = 0
     ignore_eos: bool = False
-    deadline_seconds: float | None = None  # from arrival
-    include_stop: bool = False
-    whole: bool = False  # the reader wants one Delta at the end (an answer that is not streamed)
+    deadline_seconds: float | None = None  # from its arrival at the engine
+    include_stop: bool = False  # the text ends with the stop string
+    whole: bool = False  # not streamed: the reader gets one Delta, at the end
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -44,6 +45,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """End this sequence. The engine answers with its last Delta."""
+
     id: int
 
 
@@ -68,13 +71,12 @@ class FinishReason(StrEnum):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one step added to one sequence: the number of sampled tokens, and text, which may lag
-    behind them. Only the last Delta of a sequence may have no tokens."""
+    """What one step added to one sequence. Only the last Delta of a sequence may have no tokens."""
 
     id: int
-    tokens: int
-    text: str
-    finish: FinishReason | None = None
+    tokens: int  # how many were sampled
+    text: str  # which may lag behind the tokens
+    finish: FinishReason | None = None  # set in the last Delta
     details: list[TokenDetail] = []
     # Prompt tokens whose KV was reused. This and the two times below come with the first token.
     cached_tokens: int | None = None
@@ -87,11 +89,11 @@ class Delta(msgspec.Struct, array_like=True):
 class StepStats(msgspec.Struct, array_like=True):
     """The engine's state after a step, and what the step cost."""
 
-    running: int
-    waiting: int
+    running: int  # sequences in slots
+    waiting: int  # sequences in the queue
     kv_used_tokens: int
-    step_seconds: float
-    backend_seconds: float
+    step_seconds: float  # 0.0 if the message does not come from a step
+    backend_seconds: float  # the part of step_seconds that was spent in the backend
     decode_rows: int
     prefill_tokens: int
     preemptions: int  # since the start
@@ -99,11 +101,15 @@ class StepStats(msgspec.Struct, array_like=True):
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):
-    fraction: float | None
-    what: str
+    """Progress of a load."""
+
+    fraction: float | None  # of what is being done, from 0 to 1; None: unknown
+    what: str  # is being done
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The engine is loaded and takes sequences."""
+
     info: BackendInfo
     load_seconds: float
     rss_bytes: int
@@ -111,6 +117,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
+    """What a step added to sequences; or a Delta of a sequence that ended outside of a step."""
+
     deltas: list[Delta]
     stats: StepStats
 
@@ -136,22 +144,23 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream into frame bodies."""
+    """Cuts a byte stream into the bodies of its frames."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer = bytearray()  # begins with a frame that is not complete
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies that are complete with this data."""
+        """Add received data. Return the bodies of the frames that it completes."""
         self._buffer += data
         bodies = []
-        position = 0
-        while len(self._buffer) - position >= FRAME.size:
-            (length,) = FRAME.unpack_from(self._buffer, position)
-            end = position + FRAME.size + length
+        start = 0  # of the next frame
+        while len(self._buffer) - start >= FRAME.size:
+            (length,) = FRAME.unpack_from(self._buffer, start)
+            body_start = start + FRAME.size
+            end = body_start + length
             if len(self._buffer) < end:
                 break
-            bodies.append(bytes(self._buffer[position + FRAME.size : end]))
-            position = end
-        del self._buffer[:position]
+            bodies.append(bytes(self._buffer[body_start:end]))
+            start = end
+        del self._buffer[:start]
         return bodies

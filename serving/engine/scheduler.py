@@ -36,23 +36,23 @@ from crossover.serving.engine.step_clock import StepClock
 from crossover.serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
-# After a launched step could not sample a sequence's token, so many of its next tokens are sampled
-# by steps that are waited for.
+# If a launched step could not sample a token of a sequence, it is likely that the next ones cannot
+# either. So many of the sequence's next tokens are then sampled by `Backend.step`.
 WAITED_TOKENS = 16
-MAX_BROKEN = 8  # after more sequences in a row with NaN logits, the engine is broken
+MAX_BROKEN = 8  # if more sequences in a row have NaN logits, the engine itself is broken
 
 
 class InFlightStep(NamedTuple):
     """A step that the backend has begun. If it was launched, it may still be running; otherwise it
-    is complete and `sampled` has its tokens."""
+    is complete."""
 
     rows: list[Row]
     sequences: list[Sequence]  # of the rows
     prompt_tokens: int
     started: float  # by the scheduler's clock
     seconds: float  # spent in the backend so far
-    launched: Launched | None
-    sampled: list[Sampled]
+    launched: Launched | None  # None: it is complete
+    sampled: list[Sampled]  # the tokens of a complete step
 
 
 class Scheduler:
@@ -82,7 +82,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._has_deadlines = False
         self._broken = 0  # sequences that ended with NaN since a token was last sampled
-        self._flight: InFlightStep | None = None  # the step that was launched and not read yet
+        self._in_flight: InFlightStep | None = None  # the step that was launched and not read yet
         self._read_at = 0.0  # when the last launched step was read
         self._must_wait = False  # a token has to be sampled by `step`, not by a launched step
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
@@ -129,7 +129,7 @@ class Scheduler:
         """Return the current state, and what the last step cost."""
         self._last_step.running = len(self.running)
         self._last_step.waiting = len(self.waiting)
-        self._last_step.kv_used_tokens = self._used()
+        self._last_step.kv_used_tokens = self._used_tokens()
         self._last_step.preemptions = self.preemptions
         return self._last_step
 
@@ -142,27 +142,32 @@ class Scheduler:
         deltas = self._end_cancelled_and_late(started)
         self._admit(started)
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
-        flight = self._flight if self.running else None
-        self._flight = None
-        if self.running and (flight := flight or self._next(None)) is not None:
-            if flight.launched is not None and not self._must_wait:
-                self._flight = self._next(flight.launched)
-            self._read_tokens(flight, deltas)
+        step = self._in_flight
+        self._in_flight = None
+        if not self.running:
+            return deltas
+        if step is None:
+            step = self._next(None)
+        if step is not None:
+            if step.launched is not None and not self._must_wait:
+                self._in_flight = self._next(step.launched)
+            self._read_tokens(step, deltas)
             if not self.running:
-                self._flight = None  # all of its sequences have ended
-            self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in flight.rows)
-            self._last_step.prefill_tokens = flight.prompt_tokens
+                self._in_flight = None  # all of its sequences have ended
+            self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in step.rows)
+            self._last_step.prefill_tokens = step.prompt_tokens
             self._last_step.step_seconds = self.clock() - started
         return deltas
 
     def _schedule(self) -> tuple[list[Row], set[int]]:
         """Return the rows of the next step in slot order, and the slots of prefilling sequences."""
-        continuing = [s for s in self.running.values() if not s.draws_last]
+        continuing = [s for s in self.running.values() if not s.is_sampling_last]
         prefilling = [s for s in continuing if s.pending > 1]
         rows = [s.row(1) for s in continuing if s.pending <= 1]
         prefilling.sort(key=lambda s: s.id)
         pending = [s.until_checkpoint for s in prefilling]
         pieces = plan_step(pending, len(rows), self.settings, self._step_clock) if pending else []
+        # There may be fewer pieces than prompts: the youngest then wait for a later step.
         rows += [s.row(count) for s, count in zip(prefilling, pieces, strict=False)]
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in prefilling}
@@ -170,7 +175,8 @@ class Scheduler:
     def _next(self, after: Launched | None) -> InFlightStep | None:
         """Start the next step: launch it if possible, otherwise run it to its end.
 
-        `after`: the step in flight. Return None if that has to be read first.
+        `after`: the step in flight, if there is one. Return None if it has to be read first. Raises
+        what the backend raises.
         """
         rows, prefill_slots = self._schedule()
         if after is not None and not (rows and self._has_room(rows)):
@@ -180,13 +186,15 @@ class Scheduler:
                 while not self._has_room(rows) and self._drop_or_preempt():
                     pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
-            drawing = (self.running[row.slot] for row in rows if row.wants_token)
-            waits = self._must_wait or any(
-                sequence.length < sequence.waited_until for sequence in drawing
+            sampling = (self.running[row.slot] for row in rows if row.wants_token)
+            must_wait = self._must_wait or any(
+                sequence.length < sequence.waited_until for sequence in sampling
             )
-            launched, sampled, started = None, list[Sampled](), self.clock()
+            launched: Launched | None = None
+            sampled: list[Sampled] = []
+            started = self.clock()
             try:
-                if self._launch is not None and not waits:
+                if self._launch is not None and not must_wait:
                     launched = self._launch(rows, after)
                 if launched is None and after is None:
                     sampled = self.backend.step(rows)
@@ -204,27 +212,27 @@ class Scheduler:
             for row, sequence in zip(rows, sequences, strict=True):
                 sequence.computed += len(row.tokens)
                 if sequence.is_at_checkpoint:
-                    self._slots.save(row.slot, sequence.held)
+                    self._slots.save(row.slot, sequence.computed_tokens)
             prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in prefill_slots)
             return InFlightStep(rows, sequences, prompt_tokens, started, seconds, launched, sampled)
 
-    def _read_tokens(self, flight: InFlightStep, deltas: list[Delta]) -> None:
+    def _read_tokens(self, step: InFlightStep, deltas: list[Delta]) -> None:
         """Read the sampled tokens of a step, and give them to the sequences that still run. Append
         what each of them adds to its answer to `deltas`."""
-        results: list[Sampled | None] = [*flight.sampled]
-        seconds = flight.seconds
-        if flight.launched is not None:
+        results: list[Sampled | None] = [*step.sampled]
+        seconds = step.seconds
+        if step.launched is not None:
             read_started = self.clock()
-            results = flight.launched.tokens()
+            results = step.launched.tokens()
             now = self.clock()
             self._last_step.backend_seconds += now - read_started
-            seconds = now - max(flight.started, self._read_at)  # the device runs one step at a time
+            seconds = now - max(step.started, self._read_at)  # the device runs one step at a time
             self._read_at = now
         decode_seconds = getattr(self.backend, "last_decode_seconds", None)
-        decode_tokens = sum(len(row.tokens) for row in flight.rows) - flight.prompt_tokens
-        self._step_clock.learn(decode_tokens, flight.prompt_tokens, seconds, decode_seconds)
+        decode_tokens = sum(len(row.tokens) for row in step.rows) - step.prompt_tokens
+        self._step_clock.learn(decode_tokens, step.prompt_tokens, seconds, decode_seconds)
         samples = iter(results)
-        for row, sequence in zip(flight.rows, flight.sequences, strict=True):
+        for row, sequence in zip(step.rows, step.sequences, strict=True):
             if not row.wants_token:
                 continue
             sample = next(samples)
@@ -272,26 +280,32 @@ class Scheduler:
         return failed_delta(sequence.id, problem, sequence.text.finish())
 
     def _admit(self, now: float) -> None:
+        """Give free slots to waiting sequences, oldest first, while the KV pool has room."""
         while self.waiting and len(self.running) < self.settings.slots:
             sequence = self.waiting[0]
-            promised = sum(s.length for s in self.running.values()) + len(self.running)
-            if self.running and promised + sequence.length > self.settings.pool_tokens:
+            # What the running sequences take when their prompts are computed, and one token each.
+            needed = sum(s.length for s in self.running.values()) + len(self.running)
+            if self.running and needed + sequence.length > self.settings.pool_tokens:
                 return  # it would soon be preempted again
             self.waiting.popleft()
-            computed = {slot: s.held for slot, s in self.running.items()}
+            computed = {slot: s.computed_tokens for slot, s in self.running.items()}
             allocation = self._slots.take(sequence.tokens[: sequence.length], computed)
-            sequence.slot, sequence.computed, sequence.checkpoints = allocation
+            sequence.slot = allocation.slot
+            sequence.computed = allocation.reused
+            sequence.checkpoints = allocation.checkpoints
             if sequence.scheduled is None:
                 sequence.scheduled = now
                 sequence.cached = sequence.computed
             self.running[sequence.slot] = sequence
 
-    def _used(self) -> int:
+    def _used_tokens(self) -> int:
+        """Return the KV tokens of all running sequences."""
         return sum(sequence.computed for sequence in self.running.values())
 
     def _has_room(self, rows: list[Row]) -> bool:
+        """Return whether the KV pool has room for a step of these rows."""
         new = sum(len(row.tokens) for row in rows if row.slot in self.running)
-        return self._used() + new + self._slots.idle_tokens <= self.settings.pool_tokens
+        return self._used_tokens() + new + self._slots.idle_tokens <= self.settings.pool_tokens
 
     def _drop_or_preempt(self) -> bool:
         """Free the KV of the longest idle slot, else preempt the youngest sequence.
@@ -312,16 +326,18 @@ class Scheduler:
         return True
 
     def _release(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended, and make its slot idle if it has one."""
         if sequence.slot >= 0:
             del self.running[sequence.slot]
-            self._slots.release(sequence.slot, sequence.held, self.clock())
+            self._slots.release(sequence.slot, sequence.computed_tokens, self.clock())
         self._by_id.pop(sequence.id, None)
 
     def _end_cancelled_and_late(self, now: float) -> list[Delta]:
-        deltas = []
-        for sequence in (
-            list(self._by_id.values()) if self._cancelled or self._has_deadlines else ()
-        ):
+        """End the sequences that were canceled or are past their deadline; return their Deltas."""
+        deltas: list[Delta] = []
+        if not (self._cancelled or self._has_deadlines):
+            return deltas
+        for sequence in list(self._by_id.values()):
             if sequence.id in self._cancelled:
                 finish = FinishReason.CANCELLED
             elif sequence.deadline is not None and now > sequence.deadline:
@@ -329,7 +345,7 @@ class Scheduler:
             else:
                 continue
             deltas.append(Delta(sequence.id, 0, sequence.text.finish(), finish))
-            if sequence.slot < 0:
+            if sequence.slot < 0:  # it has not started
                 self.waiting.remove(sequence)
             self._release(sequence)
         self._cancelled.clear()
@@ -337,8 +353,8 @@ class Scheduler:
 
 
 def failed_delta(number: int, problem: ServingError, text: str = "") -> Delta:
-    """Return the last Delta of a sequence that ends with an error: of its request (Unsupported), or
-    of the server."""
+    """Return the last Delta of a sequence that ends with an error: "refused" if the request is the
+    reason (Unsupported), else "error"."""
     if isinstance(problem, Unsupported):
         refused, parameter = FinishReason.REFUSED, problem.parameter
         return Delta(number, 0, text, refused, error=str(problem), parameter=parameter)

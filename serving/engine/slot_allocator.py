@@ -51,8 +51,9 @@ class SlotAllocator:
         info, slots = backend.info, backend.info.settings.slots
         self._backend: Any = backend
         self._reuses = reuses and (info.rewinds or info.has_checkpoints)
-        self._saves = self._reuses and not info.rewinds
-        self._held: list[Tokens] = [_NOTHING] * slots  # the tokens in the KV of idle slots
+        self._uses_checkpoints = self._reuses and not info.rewinds
+        # The tokens in the KV of each idle slot; none for slots in use.
+        self._idle_tokens: list[Tokens] = [_NOTHING] * slots
         self._idle_since = [0.0] * slots
         self._checkpoints: list[Checkpoint] = []  # the most recently used last
         self._max_checkpoints = max_checkpoints(slots)
@@ -60,7 +61,7 @@ class SlotAllocator:
     @property
     def idle_tokens(self) -> int:
         """Return the tokens in the KV of all idle slots together."""
-        return sum(len(held) for held in self._held)
+        return sum(self._idle_lengths)
 
     def take(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
         """Return a free slot for this prompt, with as much of it reused as possible.
@@ -68,48 +69,48 @@ class SlotAllocator:
         The last COMPUTED_TAIL tokens are never reused, so that no piece of one token remains.
         `running`: the computed tokens of each slot in use, whose prefixes may be copied.
         """
-        choose = self._choose_with_checkpoints if self._saves else self._choose
+        choose = self._choose_with_checkpoints if self._uses_checkpoints else self._choose
         allocation = choose(prompt, running)
-        self._held[allocation.slot] = _NOTHING
+        self._idle_tokens[allocation.slot] = _NOTHING
         self._backend.truncate(allocation.slot, allocation.reused)
         return allocation
 
     def save(self, slot: int, tokens: Tokens) -> None:
         """Make a checkpoint of a slot that holds these tokens, unless there is one."""
-        same = (
-            checkpoint
-            for checkpoint in self._checkpoints
-            if np.array_equal(checkpoint.tokens, tokens)
-        )
-        if next(same, None) is None:
-            self._checkpoints.append(Checkpoint(tokens.copy(), self._backend.save(slot)))
-            del self._checkpoints[: -self._max_checkpoints]
+        if any(np.array_equal(checkpoint.tokens, tokens) for checkpoint in self._checkpoints):
+            return
+        self._checkpoints.append(Checkpoint(tokens.copy(), self._backend.save(slot)))
+        del self._checkpoints[: -self._max_checkpoints]
 
     def release(self, slot: int, tokens: Tokens, now: float) -> None:
         """Make the slot idle; `tokens` are in its KV."""
         if self._reuses and len(tokens):
-            self._held[slot] = tokens
+            self._idle_tokens[slot] = tokens
             self._idle_since[slot] = now
         else:
             self._backend.truncate(slot, 0)
 
     def drop_oldest(self) -> bool:
-        """Free the KV of the longest idle slot; return False if all idle slots are empty."""
-        non_empty = [slot for slot, tokens in enumerate(self._held) if len(tokens)]
+        """Free the KV of the slot that has been idle for longest. Return False if all idle slots
+        are empty."""
+        non_empty = [slot for slot, tokens in enumerate(self._idle_tokens) if len(tokens)]
         if not non_empty:
             return False
         oldest = min(non_empty, key=lambda slot: self._idle_since[slot])
         self._backend.truncate(oldest, 0)
-        self._held[oldest] = _NOTHING
+        self._idle_tokens[oldest] = _NOTHING
         return True
 
     def _choose(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
-        """Return a slot if slots can be truncated, or if nothing is reused."""
+        """Return a free slot for a backend that can truncate slots, or if nothing is reused."""
         free = self._free(running)
         if not self._reuses:
             return SlotAllocation(free[0], 0)
-        common_tokens = self._common(prompt[: max(0, len(prompt) - COMPUTED_TAIL)], running)
-        slot, reused, source = choose_slot(common_tokens, self._held_tokens, free, self._idle_since)
+        reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
+        common_tokens = self._common(reusable, running)
+        slot, reused, source = choose_slot(
+            common_tokens, self._idle_lengths, free, self._idle_since
+        )
         if source != slot:
             self._backend.copy(source, slot, reused)
         return SlotAllocation(slot, reused)
@@ -117,13 +118,13 @@ class SlotAllocator:
     def _choose_with_checkpoints(
         self, prompt: Tokens, running: Mapping[int, Tokens]
     ) -> SlotAllocation:
-        """Return a slot if slots cannot be truncated."""
+        """Return a free slot for a backend that cannot truncate slots, but has checkpoints."""
         reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
         common_tokens = self._common(reusable, running)
         checkpoint = self._longest_checkpoint(reusable, max(common_tokens))
         (slot, reused, source), is_restored, marks = choose_checkpointed_slot(
             common_tokens,
-            self._held_tokens,
+            self._idle_lengths,
             self._free(running),
             self._idle_since,
             prompt_tokens=len(prompt),
@@ -138,12 +139,12 @@ class SlotAllocator:
         return SlotAllocation(slot, reused, marks)
 
     def _free(self, running: Mapping[int, Tokens]) -> list[int]:
-        return [slot for slot in range(len(self._held)) if slot not in running]
+        return [slot for slot in range(len(self._idle_tokens)) if slot not in running]
 
     @property
-    def _held_tokens(self) -> list[int]:
-        """Return the number of tokens in the KV of each slot; 0 for slots in use."""
-        return [len(held) for held in self._held]
+    def _idle_lengths(self) -> list[int]:
+        """Return the number of tokens in the KV of each idle slot; 0 for slots in use."""
+        return [len(tokens) for tokens in self._idle_tokens]
 
     def _longest_checkpoint(self, reusable: Tokens, max_tokens: int) -> Checkpoint | None:
         """Return the longest checkpoint that `reusable` begins with.
@@ -161,7 +162,8 @@ class SlotAllocator:
     def _common(self, reusable: Tokens, running: Mapping[int, Tokens]) -> list[int]:
         """Return, by slot, how many of the reusable tokens its KV begins with."""
         return [
-            common_prefix(running.get(slot, held), reusable) for slot, held in enumerate(self._held)
+            common_prefix(running.get(slot, idle_tokens), reusable)
+            for slot, idle_tokens in enumerate(self._idle_tokens)
         ]
 
 

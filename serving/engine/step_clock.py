@@ -11,6 +11,7 @@ from crossover.serving.capacity.plan_step import PREFILL_MULTIPLE
 
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # how much more of an error is attributed to a row than to a prompt token
+MIN_SHARE_OF_PREVIOUS = 0.1  # one step reduces a cost to no less than this share, so never below 0
 
 
 class StepClock:
@@ -27,27 +28,33 @@ class StepClock:
         None: the backend does not report it."""
         if seconds <= 0:
             return
+        # The time of fewer prompt tokens is mostly the fixed cost of a step.
+        has_enough_prompt = prompt_tokens >= PREFILL_MULTIPLE
         if rows and prompt_tokens and decode_seconds is None:
-            if prompt_tokens >= PREFILL_MULTIPLE:
+            if has_enough_prompt:
                 self._learn_mixed(rows, prompt_tokens, seconds)
             return
-        rows_seconds = (decode_seconds or 0.0) if prompt_tokens else seconds
+        rows_seconds = 0.0
         if rows:
-            previous = self.rows_seconds(rows)
-            updated = rows_seconds
-            if previous is not None:
-                updated = previous + LEARNING_RATE * (rows_seconds - previous)
-            self._rows_seconds[rows] = updated
-        if prompt_tokens >= PREFILL_MULTIPLE:  # the time of fewer is mostly the step's fixed cost
-            prompt_token_seconds = (seconds - rows_seconds * bool(rows)) / prompt_tokens
-            previous_prompt_seconds = self.prompt_seconds
-            if previous_prompt_seconds is not None:
-                prompt_token_seconds = max(
-                    previous_prompt_seconds
-                    + LEARNING_RATE * (prompt_token_seconds - previous_prompt_seconds),
-                    0.1 * previous_prompt_seconds,
-                )
-            self.prompt_seconds = prompt_token_seconds
+            rows_seconds = (decode_seconds or 0.0) if prompt_tokens else seconds
+            self._learn_rows(rows, rows_seconds)
+        if has_enough_prompt:
+            self._learn_prompt((seconds - rows_seconds) / prompt_tokens)
+
+    def _learn_rows(self, rows: int, seconds: float) -> None:
+        """Learn that this many decoding rows took `seconds`."""
+        previous = self.rows_seconds(rows)
+        if previous is not None:
+            seconds = previous + LEARNING_RATE * (seconds - previous)
+        self._rows_seconds[rows] = seconds
+
+    def _learn_prompt(self, token_seconds: float) -> None:
+        """Learn that a prompt token took `token_seconds`."""
+        previous = self.prompt_seconds
+        if previous is not None:
+            updated = previous + LEARNING_RATE * (token_seconds - previous)
+            token_seconds = max(updated, MIN_SHARE_OF_PREVIOUS * previous)
+        self.prompt_seconds = token_seconds
 
     def rows_seconds(self, rows: int) -> float | None:
         """Return the seconds of a step with this many decoding rows, scaled from the nearest number
@@ -59,7 +66,9 @@ class StepClock:
 
     def row_costs(self, rows: int) -> tuple[float, float]:
         """See StepCosts in crossover.serving.capacity.plan_step."""
-        cheapest = min((s / count for count, s in self._rows_seconds.items()), default=0.0)
+        cheapest = min(
+            (seconds / count for count, seconds in self._rows_seconds.items()), default=0.0
+        )
         return self.rows_seconds(rows) or 0.0, cheapest
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
@@ -67,13 +76,17 @@ class StepClock:
         return None if self.prompt_seconds is None else int(seconds / self.prompt_seconds)
 
     def _learn_mixed(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step with both prompts and rows: a normalized least-mean-squares update
+        """Learn from a step with both prompts and rows. A normalized least-mean-squares update
         divides the error between the two costs (Haykin, Adaptive Filter Theory)."""
         expected = self.rows_seconds(rows)
-        prompt_seconds = self.prompt_seconds or seconds / (prompt_tokens + rows)
-        row_seconds = prompt_seconds if expected is None else expected / rows
-        weight = ROW_WEIGHT * rows
-        error = LEARNING_RATE * (seconds - prompt_seconds * prompt_tokens - row_seconds * rows)
-        error /= prompt_tokens**2 + weight * rows
-        self.prompt_seconds = max(prompt_seconds + error * prompt_tokens, 0.1 * prompt_seconds)
-        self._rows_seconds[rows] = rows * max(row_seconds + error * weight, 0.1 * row_seconds)
+        prompt_seconds = self.prompt_seconds or seconds / (prompt_tokens + rows)  # of one token
+        row_seconds = prompt_seconds if expected is None else expected / rows  # of one row
+        error = seconds - prompt_seconds * prompt_tokens - row_seconds * rows
+        row_weight = ROW_WEIGHT * rows
+        change = LEARNING_RATE * error / (prompt_tokens**2 + row_weight * rows)
+        self.prompt_seconds = max(
+            prompt_seconds + change * prompt_tokens, MIN_SHARE_OF_PREVIOUS * prompt_seconds
+        )
+        self._rows_seconds[rows] = rows * max(
+            row_seconds + change * row_weight, MIN_SHARE_OF_PREVIOUS * row_seconds
+        )
