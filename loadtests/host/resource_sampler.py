@@ -27,7 +27,7 @@ import psutil
 from crossover.loadtests.host.cpu_time_taken import CoreWatch
 from crossover.loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from crossover.models.machine_limits import read_text
-from crossover.serving.hardware.gpus import memory_of, tell, uuid_of
+from crossover.serving.hardware.gpus import call_or_none, memory_of, uuid_of
 
 INTERVAL_SECONDS = 1.0
 RAPL = Path("/sys/class/powercap")
@@ -158,7 +158,7 @@ def engine_pids(server: int) -> list[int]:
 def visible_devices(pid: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of a process, which is a GPU's UUID for Crossover's engines;
     None: it is not set, or cannot be read."""
-    value: str | None = tell(lambda: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"])
+    value: str | None = call_or_none(lambda: psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"])
     return value
 
 
@@ -195,10 +195,12 @@ class Gpu:
             return [name for bits, name in THROTTLE_REASONS.items() if reasons & bits]
 
         return {
-            "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, gpu).used)),
-            "gpu_watts": tell(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000),
-            "gpu_throttled": tell(throttled),
+            "gpu_memory_bytes": call_or_none(lambda: int(memory_of(nvml, gpu).used)),
+            "gpu_watts": call_or_none(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+            "gpu_energy_joules": call_or_none(
+                lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
+            ),
+            "gpu_throttled": call_or_none(throttled),
         }
 
 

@@ -1,18 +1,22 @@
-"""What the CPUs of this machine do together, measured: virtual machines may hide hyperthreads.
+"""Measures how fast the CPUs of this machine are together, to find hyperthreads.
 
-    speeds = measure_core_speeds((0, 1, 2, 3))      # under two seconds on a quiet machine
+    speeds = measure_core_speeds((0, 1, 2, 3))      # under two seconds on an idle machine
     speeds.equivalent_cores                         # 2: the four CPUs compute like two cores
     speeds.read_gigabytes_per_second                # {1: 12.4, 2: 24.1, 4: 25.0}
 
-Threads that are pinned to one CPU each read memory, then compute in their own cache. Two CPUs that
-are hyperthreads of one core share its units: together they compute hardly more than one of them
-does. Memory alone does not tell: two real cores may already read all that the memory gives. A
-thread's rate is that of its usual piece of work, so that other processes disturb it little. One
-thread alone may have a higher clock, which is why all CPUs are compared with half of them.
+Virtual machines may hide which CPUs are hyperthreads of one core. Such CPUs share the core's units,
+so that two of them compute hardly more than one. Threads that are pinned to one CPU each therefore
+compute in their own cache. They also read memory, but its bandwidth does not show hyperthreads: two
+real cores may already use all of it.
+
+A thread's rate is the median over its pieces of work, so that other processes disturb it little.
+All CPUs are compared with half of them and not with one, because a single busy CPU may have a
+higher clock.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import threading
@@ -26,28 +30,31 @@ import numpy.typing as npt
 
 from crossover.models.machine_limits import ROOT, read_text
 
-MEASURING_SECONDS = 1.0  # of all parts together; memory is filled before
-MAX_BUFFER_BYTES, MIN_BUFFER_BYTES = 1 << 30, 128 << 20  # read by all threads together
-BLOCK_BYTES = 4 << 20  # read by one call, during which a thread does not hold the interpreter
-CACHE_FLOATS, REPEATS = 4096, 1000  # of the computation: 16 KB, which any first-level cache holds
-# All CPUs do less than this multiple of half of them: they are two threads of each core. Measured
-# multiples are 1.9 to 2 for cores; the two threads of a core do 1.0 to 1.3 times what one does.
+MEASURING_SECONDS = 1.0  # of all measurements together, without filling the memory
+MAX_BUFFER_BYTES, MIN_BUFFER_BYTES = 1 << 30, 128 << 20  # memory that all threads read together
+BLOCK_BYTES = 4 << 20  # read by one numpy call, during which a thread does not hold the GIL
+CACHE_FLOATS = 4096  # of the computation: 16 KB, which fits in any first-level cache
+REPEATS = 1000  # passes over them in one numpy call
+# If all CPUs together compute less than this multiple of half of them, they are hyperthreads.
+# Measured multiples are 1.9 to 2.0 for cores, and 1.0 to 1.3 for two hyperthreads of a core.
 MAX_HYPERTHREAD_GAIN = 1.5
 
-Work = Callable[[], int]  # does a piece of work, and returns how much it was
+Work = Callable[[], int]  # does one piece of work and returns its amount: bytes, or numbers
 
 
 class CoreSpeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of threads that work at the same time, by their number."""
+    """The speeds of threads that work at the same time, by the number of threads."""
 
     cpus: int
-    read_gigabytes_per_second: dict[int, float]
-    compute: dict[int, float]  # relative to one thread
-    half_compute: float | None  # of half of the CPUs, chosen so that they do most; None: one CPU
+    read_gigabytes_per_second: dict[int, float]  # of all threads together
+    compute: dict[int, float]  # of all threads together, relative to one thread
+    # As `compute`, of the faster of two halves of the CPUs; None: there is only one CPU.
+    half_compute: float | None
 
     @property
     def equivalent_cores(self) -> int:
-        """Cores that would compute as much: half of the CPUs where the other half adds little."""
+        """The number of cores that compute as much as these CPUs: half of the CPUs, if the other
+        half adds little."""
         if self.half_compute is None:
             return self.cpus
         is_shared = self.compute[self.cpus] < MAX_HYPERTHREAD_GAIN * self.half_compute
@@ -55,11 +62,13 @@ class CoreSpeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def thread_counts(cpus: int) -> list[int]:
-    """1, 2, 4 ... and all."""
-    counts = [1]
-    while counts[-1] * 2 < cpus:
-        counts.append(counts[-1] * 2)
-    return counts if cpus == 1 else [*counts, cpus]
+    """Return the numbers of threads that are measured: 1, 2, 4, ... and `cpus` itself."""
+    counts = []
+    count = 1
+    while count < cpus:
+        counts.append(count)
+        count *= 2
+    return [*counts, cpus]
 
 
 def measure_core_speeds(
@@ -67,17 +76,17 @@ def measure_core_speeds(
 ) -> CoreSpeeds:
     """Return the speeds of these CPUs, which this process must be allowed to run on.
 
-    `memory_bytes`: at most so much is taken; twice the last cache is read, in turns by all threads.
+    The threads together read twice as much memory as the largest cache has, but no more than
+    `memory_bytes`.
     """
     cpus = list(cpus)
     counts = thread_counts(len(cpus))
+    # Two ways to number hyperthreads: the two of a core are neighbors, or the second ones of all
+    # cores follow the first ones. In either case one of these halves has a CPU of each core.
     halves = [cpus[::2], cpus[: len(cpus) // 2]] if len(cpus) > 1 else []
     seconds = MEASURING_SECONDS / (2 * len(counts) + len(halves))
-    buffer_bytes = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(root)))
-    memory = np.empty(
-        max(len(cpus) * BLOCK_BYTES, min(buffer_bytes, memory_bytes)) // 4, np.float32
-    )
-    # Memory that was never written is all one page, which a cache holds.
+    memory = np.empty(_buffer_bytes(len(cpus), memory_bytes, root) // 4, np.float32)
+    # Pages that were never written are all the same page, which fits in a cache.
     _rate_of(cpus, [_filling(part) for part in np.array_split(memory, len(cpus))], 0.0)
     reads = {}
     for count in counts:
@@ -89,30 +98,42 @@ def measure_core_speeds(
         return _rate_of(cpu_group, [_computing() for _ in cpu_group], seconds)
 
     rates = {count: compute(_spread(cpus, count)) for count in counts}
+    half_compute = None
+    if halves:
+        half_compute = max(compute(half) for half in halves) / rates[1]
     return CoreSpeeds(
         cpus=len(cpus),
         read_gigabytes_per_second=reads,
         compute={count: rate / rates[1] for count, rate in rates.items()},
-        half_compute=max(compute(half) for half in halves) / rates[1] if halves else None,
+        half_compute=half_compute,
     )
+
+
+def _buffer_bytes(cpus: int, memory_bytes: int, root: Path) -> int:
+    """Return the size of the memory to read, at least one block for each CPU."""
+    wanted_bytes = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(root)))
+    return max(cpus * BLOCK_BYTES, min(wanted_bytes, memory_bytes))
 
 
 def last_cache_bytes(root: Path = ROOT) -> int:
-    """Return the size of the first CPU's largest cache, as the kernel says it; 0: it does not."""
-    size_files = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    sizes = [read_text(file).strip() for file in size_files]
+    """Return the size of the first CPU's largest cache; 0 if the kernel does not report it."""
     units = {"K": 1 << 10, "M": 1 << 20}
-    return max(
-        (int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0
-    )
+    largest = 0
+    for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        size = read_text(file).strip()  # such as "48K"
+        if size[-1:] in units:
+            largest = max(largest, int(size[:-1]) * units[size[-1]])
+    return largest
 
 
 def _spread(cpus: Sequence[int], count: int) -> Sequence[int]:
-    """Return so many of the CPUs, far from each other: neighbors may be threads of one core."""
+    """Return `count` of the CPUs, far from each other, because neighbors may be hyperthreads."""
     return cpus[:: len(cpus) // count][:count]
 
 
 def _filling(part: npt.NDArray[np.float32]) -> Work:
+    """Return work that writes this memory."""
+
     def fill() -> int:
         part.fill(1.0)
         return part.nbytes
@@ -121,11 +142,12 @@ def _filling(part: npt.NDArray[np.float32]) -> Work:
 
 
 def _reading(part: npt.NDArray[np.float32]) -> Work:
+    """Return work that reads the next block of this memory, over and over."""
     blocks = np.array_split(part, max(1, part.nbytes // BLOCK_BYTES))
-    turn = iter(range(1 << 62))
+    next_blocks = itertools.cycle(blocks)
 
     def read() -> int:
-        block = blocks[next(turn) % len(blocks)]
+        block = next(next_blocks)
         block.max()
         return block.nbytes
 
@@ -133,6 +155,7 @@ def _reading(part: npt.NDArray[np.float32]) -> Work:
 
 
 def _computing() -> Work:
+    """Return work that computes in the first-level cache."""
     out = np.zeros(CACHE_FLOATS, np.float32)
     repeated = np.broadcast_to(np.ones(CACHE_FLOATS, np.float32), (REPEATS, CACHE_FLOATS))
 
@@ -144,21 +167,21 @@ def _computing() -> Work:
 
 
 def _rate_of(cpus: Sequence[int], works: Sequence[Work], seconds: float) -> float:
-    """Work a second of threads that work for so many seconds at the same time, each pinned to its
-    CPU, and each at least one piece."""
+    """Return the work per second of one thread per CPU, all together. Each is pinned to its CPU,
+    and does at least one piece of its work, or more for `seconds`."""
     rates: list[float] = []
     start = threading.Barrier(len(works))
 
     def run(cpu: int, work: Work) -> None:
-        os.sched_setaffinity(0, {cpu})  # of this thread
-        pieces: list[float] = []
+        os.sched_setaffinity(0, {cpu})  # 0: this thread
+        piece_rates: list[float] = []
         start.wait()
         deadline = time.perf_counter() + seconds
-        while not pieces or time.perf_counter() < deadline:
+        while not piece_rates or time.perf_counter() < deadline:
             started = time.perf_counter()
             work_done = work()
-            pieces.append(work_done / max(time.perf_counter() - started, 1e-9))
-        rates.append(statistics.median(pieces))
+            piece_rates.append(work_done / max(time.perf_counter() - started, 1e-9))
+        rates.append(statistics.median(piece_rates))
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(cpus, works, strict=True)]
     for thread in threads:

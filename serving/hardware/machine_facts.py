@@ -29,14 +29,16 @@ from crossover.serving.hardware.gpus import GpuFacts, find_gpus
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """Return the RSS of a process (None: this one); None if it does not exist. Microseconds."""
-    words = read_text(ROOT / f"proc/{'self' if pid is None else pid}/statm").split()
-    return int(words[1]) * resource.getpagesize() if words else None
+    """Return the RSS of a process (None: this one) in bytes; None if it does not exist. Takes
+    microseconds."""
+    name = "self" if pid is None else str(pid)
+    pages = read_text(ROOT / f"proc/{name}/statm").split()  # total, resident, ...
+    return int(pages[1]) * resource.getpagesize() if pages else None
 
 
 def peak_resident_bytes(pid: int | None = None) -> int | None:
-    """Return the peak RSS of a process (None: this one); None if it does not exist."""
-    if pid is None:
+    """Return the peak RSS of a process (None: this one) in bytes; None if it does not exist."""
+    if pid is None:  # the kernel reports KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return sizes(read_text(ROOT / f"proc/{pid}/status")).get("VmHWM")
 
@@ -45,11 +47,12 @@ def lower_priority(nice: int) -> None:
     """Lower the priority of this thread, of threads it starts later, and of its session by
     `nice`."""
     os.nice(nice)
-    with suppress(OSError):  # a kernel without autogroups, or a container without permission
+    # With autogroups the kernel divides CPU time among sessions, by a niceness of the session.
+    with suppress(OSError):  # there are no autogroups, or the container lacks the permission
         Path("/proc/self/autogroup").write_text(str(nice))
 
 
-# CPU flags that decide how fast the engines' kernels are.
+# CPU flags that decide how fast the engines' kernels are, as /proc/cpuinfo names them.
 ISA_FLAGS: tuple[str, ...] = (
     "sse4_2",
     "avx",
@@ -86,10 +89,10 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     logical_cores: int
     physical_cores: int | None
     allowed_cores: tuple[int, ...]  # by this process's affinity
-    cgroup_cores: float | None = None  # the CPU quota of the control group
+    cgroup_cores: float | None = None  # the CPU quota of the control group; None: unlimited
     memory_total_bytes: int
     memory_available_bytes: int
-    cgroup_memory_bytes: int | None = None  # left of the control group's limit
+    cgroup_memory_bytes: int | None = None  # left of the control group's limit; None: no limit
     swap_used_bytes: int = 0
     gpus: tuple[GpuFacts, ...] = ()
     gpu_cause: str | None = None  # a crossover.serving.errors.Cause if there is no usable GPU
@@ -116,19 +119,23 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
     """Return the facts of this machine. `root` is where /proc and /sys are mounted."""
-    memory, flags, found = sizes(read_text(root / "proc/meminfo")), cpu_flags(root), find_gpus(root)
-    system, cpus = platform.system(), root / "sys/devices/system/cpu"
+    memory = sizes(read_text(root / "proc/meminfo"))
+    flags, found = cpu_flags(root), find_gpus(root)
+    system = platform.system()
     with suppress(OSError):
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
-    listed = [int(one.name[3:]) for one in cpus.glob("cpu[0-9]*")]
-    vendor = read_text(root / "sys/class/dmi/id/sys_vendor").strip()
-    machine = f"virtual machine ({vendor})" if vendor else "virtual machine"
+    core_folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
+    cores = [int(folder.name.removeprefix("cpu")) for folder in core_folders]
+    virtualisation = None
+    if "hypervisor" in flags:
+        vendor = read_text(root / "sys/class/dmi/id/sys_vendor").strip()
+        virtualisation = f"virtual machine ({vendor})" if vendor else "virtual machine"
     return HardwareFacts(
         cpu_model=cpu_name(root) or platform.processor() or platform.machine(),
         architecture=platform.machine(),
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         logical_cores=os.cpu_count() or 1,
-        physical_cores=len(set(physical_of(listed, root).values())) or None,
+        physical_cores=len(set(physical_of(cores, root).values())) or None,
         allowed_cores=allowed_cores(),
         cgroup_cores=cgroup_cores(root),
         memory_total_bytes=memory.get("MemTotal", 0),
@@ -141,7 +148,7 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
         system=system,
         kernel=platform.release(),
         python=platform.python_version(),
-        virtualisation=machine if "hypervisor" in flags else None,
+        virtualisation=virtualisation,
         hostname=platform.node(),
     )
 
