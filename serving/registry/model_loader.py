@@ -67,7 +67,7 @@ class ModelLoader:
 
     def start(self) -> None:
         """Start loading the models with load = "start", in order; return immediately."""
-        self._background.keep(self._unload_idle_and_retry())
+        self._background.start(self._unload_idle_and_retry())
         for model in self.models.values():
             if model.prepared.model.load == "start":
                 self.load_soon(model, may_evict=False)
@@ -102,7 +102,7 @@ class ModelLoader:
         """Return the task that loads this model; a new one if there is none. `may_evict`: idle
         models may be unloaded for it."""
         if model.load is None:
-            model.load = self._background.keep(self._load(model, may_evict))
+            model.load = self._background.start(self._load(model, may_evict))
             # Not at the end of _load: a task that is cancelled before its first step runs no code.
             model.load.add_done_callback(lambda _: setattr(model, "load", None))
         return model.load
@@ -133,7 +133,7 @@ class ModelLoader:
             model.last_used_at = time.monotonic()
             model.metrics.loads["ready"] += 1
         except NoRoom as problem:
-            supervisor.rest(EngineState.unloaded, str(problem))
+            supervisor.set_unavailable(EngineState.unloaded, str(problem))
             raise
         except Unavailable:  # the load was canceled
             raise
@@ -145,7 +145,7 @@ class ModelLoader:
                 EngineState.loading,
             )
             if has_no_engine and model.on_demand:
-                supervisor.rest(EngineState.failed, str(problem))
+                supervisor.set_unavailable(EngineState.failed, str(problem))
             raise
 
     async def _place(self, model: ServedModel, may_evict: bool) -> Placement:
@@ -191,7 +191,7 @@ class ModelLoader:
             why = f"to make room for {model.served_name}"
             unload = self._unload(self.models[name_to_evict], why, "evicted")
             # An unload that has begun is finished even if this load is canceled.
-            await asyncio.shield(self._background.keep(unload))
+            await asyncio.shield(self._background.start(unload))
 
     def _other_residents(self, model: ServedModel) -> list[ServedModel]:
         """Return the other models that have engine processes."""
@@ -233,7 +233,7 @@ class ModelLoader:
         """Stop a model's engines and return how many sequences that aborted. `reason`: for the log.
         `metric_label`: the reason in crossover_model_unloads."""
         if model.supervisor.state == EngineState.unloaded:
-            model.supervisor.rest(EngineState.unloaded, reason)
+            model.supervisor.set_unavailable(EngineState.unloaded, reason)
             return 0
         aborted = await model.supervisor.stop(drain, self.limits.drain_seconds, unload=reason)
         model.metrics.unloads[metric_label] += 1

@@ -2,11 +2,11 @@
 
     admission = AdmissionController(QueueBounds(ttft_seconds=2.0), 16, sequences)
     admission.check_room(prompt_tokens=300)     # raises Overloaded
-    admission.known_load = None                 # after any change of the sequences
+    admission.cached_load = None                 # after any change of the sequences
 
-Work is counted in tokens, and prompt and output tokens count alike. The engine processes it at its
-pace, in tokens/s. The model assumes that sequences start in the order in which they joined, each in
-the first free slot, and that all sequences in slots get a token in each step:
+Work is counted in tokens, prompt and output tokens alike. The engine processes it at its pace, in
+tokens/s. The prediction assumes that sequences start in the order in which they joined, each in the
+first free slot, and that all sequences in slots get a token in each step:
 
     wait = (waiting prompt tokens + slots x output tokens until a slot is free) / pace
     TTFT = wait + own prompt tokens / pace
@@ -31,6 +31,9 @@ from crossover.serving.errors import Overloaded
 MARGIN = 0.3  # share of the TTFT SLO kept in reserve, because predictions are inexact
 HALF_LIFE_SECONDS = 10.0  # of the weight of a step in the pace, in seconds of stepping
 EVIDENCE_SECONDS = 0.5  # seconds of stepping before the pace is used
+USED_SHARE_RATE = 0.05  # weight of one more sequence in the mean share of max_tokens that is used
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 60.0
+UNKNOWN_RETRY_SECONDS = 1.0  # if nothing can be predicted
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ class Pace:
 
 
 class Work(Protocol):
-    """One sequence in flight, in tokens. It has started once it has produced a token."""
+    """One sequence in flight, in tokens. It counts as started once it has produced a token."""
 
     prompt_tokens: int
     max_tokens: int
@@ -91,15 +94,15 @@ class AdmissionController:
         self._slots = slots
         self._sequences = sequences
         self._used_share = 1.0  # share of max_tokens that recent sequences used
-        self.known_load: tuple[int, float] | None = None  # cached result of _load()
+        self.cached_load: tuple[int, float] | None = None  # cached result of _load()
 
     def ended(self, sequence: Work, naturally: bool) -> None:
         """Learn from a sequence that has ended. `naturally`: without error or cancellation, so that
         its length is typical."""
-        self.known_load = None
+        self.cached_load = None
         if naturally and sequence.max_tokens:
             used_share = sequence.produced / sequence.max_tokens
-            self._used_share += 0.05 * (used_share - self._used_share)
+            self._used_share += USED_SHARE_RATE * (used_share - self._used_share)
 
     def predicted_wait_seconds(self) -> float | None:
         """Return the predicted time until a new sequence starts: 0.0 while a slot is free, and None
@@ -111,18 +114,21 @@ class AdmissionController:
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Return the predicted TTFT of a new sequence; None if the pace is unknown."""
-        pace, (prompts, before) = self.pace.tokens_per_second, self._load()
+        pace = self.pace.tokens_per_second
         if pace is None:
             return None
-        seconds = (prompts + prompt_tokens) / (self.pace.prompt_tokens_per_second or pace)
+        waiting_prompt_tokens, tokens_until_free = self._load()
+        prompt_pace = self.pace.prompt_tokens_per_second or pace
+        seconds = (waiting_prompt_tokens + prompt_tokens) / prompt_pace
         if len(self._sequences) >= self._slots:
-            seconds = max(seconds, (before + prompt_tokens) / pace)
+            seconds = max(seconds, (tokens_until_free + prompt_tokens) / pace)
         return seconds
 
     def check_room(self, prompt_tokens: int = 1) -> None:
         """Check that a sequence with this prompt may join now. Raises Overloaded."""
-        bounds, waits = self.bounds, len(self._sequences) >= self._slots
-        if waits:
+        bounds = self.bounds
+        must_wait = len(self._sequences) >= self._slots
+        if must_wait:
             wait = self.predicted_wait_seconds()
             if len(self._sequences) >= self._slots + bounds.waiting_requests:
                 text = f"The queue is full: {bounds.waiting_requests} requests are waiting"
@@ -131,32 +137,46 @@ class AdmissionController:
                 limit = f"the maximum of {bounds.wait_seconds:g} s"
                 text = f"The predicted wait of {wait:.1f} s exceeds {limit}"
                 raise _refused("queue_wait", text, wait - bounds.wait_seconds)
-        slo = bounds.ttft_seconds
-        # A request on an idle engine is never refused: trying again later would not help.
-        if slo is not None and (waits or self._load()[0]):
-            ttft = self.predicted_ttft_seconds(prompt_tokens)
-            if ttft is None and waits:
+        if bounds.ttft_seconds is not None:
+            self._check_ttft(prompt_tokens, bounds.ttft_seconds, must_wait)
+
+    def _check_ttft(self, prompt_tokens: int, limit_seconds: float, must_wait: bool) -> None:
+        """Check that the predicted TTFT is within the SLO's limit. Raises Overloaded."""
+        waiting_prompt_tokens, _ = self._load()
+        if not must_wait and not waiting_prompt_tokens:
+            return  # it would start at once, so that trying again later would not help
+        ttft = self.predicted_ttft_seconds(prompt_tokens)
+        if ttft is None:
+            if must_wait:
                 text = "All slots are in use, and the speed of the engine is not known yet"
                 raise _refused("queue_ttft", text, None)
-            if ttft is not None and (excess := ttft - (1 - MARGIN) * slo) > 0:
-                text = f"The predicted TTFT of {ttft:.1f} s exceeds the limit of {slo:g} s"
-                raise _refused("queue_ttft", text, excess)
+            return
+        excess = ttft - (1 - MARGIN) * limit_seconds
+        if excess > 0:
+            text = f"The predicted TTFT of {ttft:.1f} s exceeds the limit of {limit_seconds:g} s"
+            raise _refused("queue_ttft", text, excess)
 
     def _load(self) -> tuple[int, float]:
         """Return the prompt tokens of sequences that have not started, and the tokens that the
         engine processes until a slot becomes free for a new sequence."""
-        if self.known_load is None:
-            prompts, slot_free_at = 0, [0.0] * self._slots  # when each slot is free, in tokens
+        if self.cached_load is None:
+            waiting_prompt_tokens = 0
+            # A heap: after how many output tokens each slot is free.
+            slot_free_at = [0.0] * self._slots
             for work in self._sequences.values():
                 remaining = self._used_share * (work.max_tokens - work.produced)
                 heapreplace(slot_free_at, slot_free_at[0] + remaining)
-                prompts += 0 if work.produced else work.prompt_tokens
-            self.known_load = prompts, prompts + self._slots * max(0.0, slot_free_at[0])
-        return self.known_load
+                if not work.produced:
+                    waiting_prompt_tokens += work.prompt_tokens
+            output_tokens = self._slots * max(0.0, slot_free_at[0])
+            self.cached_load = waiting_prompt_tokens, waiting_prompt_tokens + output_tokens
+        return self.cached_load
 
 
 def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:
     """Return the error for a request that may not join. `room_in_seconds` is the predicted time
     until it may; None if unknown."""
-    retry_seconds = min(60.0, max(0.1, 1.0 if room_in_seconds is None else room_in_seconds))
+    if room_in_seconds is None:
+        room_in_seconds = UNKNOWN_RETRY_SECONDS
+    retry_seconds = min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, room_in_seconds))
     return Overloaded(f"{text}. Try again in {retry_seconds:.1f} s.", retry_seconds, kind)

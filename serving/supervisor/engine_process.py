@@ -32,20 +32,23 @@ from crossover.serving.errors import Cause
 from crossover.serving.supervisor.admission import Pace
 from crossover.serving.supervisor.restart_policy import (
     LOAD_SILENCE_SECONDS,
-    LONGEST_STEP,
-    SLOWER_THAN_PACE,
+    MAX_STEP_SLOWDOWN,
+    MAX_STEP_TIMEOUTS,
 )
 
-# Spins of an OpenMP thread that waits for another one before it yields its core; the default is
-# 300,000. Two threads on two cores with other work (load 7): 9 tokens/s by default, 12 with this.
+# How often an OpenMP thread that waits for another one spins before it yields its core; the default
+# is 300,000. With two threads on two cores and other work (load 7), the engine generates 9 tokens/s
+# by default and 12 with this.
 SHORT_SPINS = "1000"
-KEPT_LINES = 20
-# From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
+KEPT_LINES = 20  # of the process's output
+# Seconds after which a process that was sent SIGKILL, or said that it dies, is given up: a process
+# that hangs in the driver (state D) does not end (pytorch issue 24081).
 STUCK_AFTER_SECONDS = 10.0
-# Lines of faulthandler, which show where a process died but not why.
+CLOSING_SECONDS = 1.0  # between the ends of the socket and of the process, whichever comes first
+# Beginnings of the lines of faulthandler, which show where a process died but not why.
 _TRACE = (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
 # Messages of libraries before they end the process because memory ran out.
-_SHORTAGES = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
+_OUT_OF_MEMORY = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
 
 
 def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
@@ -57,7 +60,7 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": "1",  # numpy samples on one thread beside the engine's own
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
+        "HF_HUB_OFFLINE": "1",  # its weights are on disk, so an engine opens no connection
         ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
         ipc.SOCKET_VARIABLE: str(socket_number),
     }
@@ -67,49 +70,57 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
 
 
 def _visible_devices(config: EngineConfig) -> dict[str, str]:
-    """Return the variables that select the GPU: none for the CPU, else the chosen one, by its UUID
-    if the driver reports it. HIP takes an empty list as all GPUs, and -1 as none."""
+    """Return the variables that select the GPUs that the engine sees: none for an engine on the
+    CPU, otherwise the chosen one, or any if the driver does not report its UUID."""
     if config.device == "cpu":
-        nobody = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
-        return nobody | {"GGML_VK_VISIBLE_DEVICES": ""}
+        return {
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "HIP_VISIBLE_DEVICES": "-1",  # an empty list would mean all GPUs
+            "GGML_VK_VISIBLE_DEVICES": "",
+        }
     return {"CUDA_VISIBLE_DEVICES": config.device_id} if config.device_id else {}
 
 
 def allocator(backend: str) -> dict[str, str]:
-    """Return the settings of glibc's allocator (huge_pages in crossover.serving.backends), unless
-    GLIBC_TUNABLES is set."""
-    has = spec_of(backend).huge_pages and "GLIBC_TUNABLES" not in os.environ
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if has else {}
+    """Return the variables that set up glibc's allocator: huge pages, if they make the backend
+    faster and the user has not set GLIBC_TUNABLES."""
+    if not spec_of(backend).huge_pages or "GLIBC_TUNABLES" in os.environ:
+        return {}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class EngineProcess(asyncio.Protocol):
-    """`place`: index of its configuration in the supervisor's list. Times are time.monotonic().
+    """One engine process. Times are by time.monotonic().
 
-    `on_output` gets each line that the process prints, in a thread.
+    `index`: of its configuration in the supervisor's list. `on_output`: called in a thread with
+    each line that the process prints.
     """
 
     def __init__(
-        self, place: int, config: EngineConfig, on_output: Callable[[str], None] = print
+        self, index: int, config: EngineConfig, on_output: Callable[[str], None] = print
     ) -> None:
-        self.place = place
+        self.index = index
         self.config = config
         self.label = label(config)
         self.pid: int | None = None
         self.returncode: int | None = None
         self.ready: ipc.Ready | None = None
         self.ready_at: float | None = None
-        self.asked_to_end = self.killed = False
+        self.stop_requested = False  # its end is intended
+        self.killed = False
         self.pace = Pace()  # the speed of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.started_at = time.monotonic()
-        self._heard_at = self._step_at = self.started_at
+        self._message_at = self.started_at  # when its last message came
+        self._step_at = self.started_at  # when its last step ended, or it got work after none
         self._sequences: set[int] = set()  # the sequences that it runs
         self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, if known already
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._socket_closed = self._exit_told = False
+        self._socket_closed = False
+        self._exit_reported = False
 
     async def start(
         self,
@@ -118,37 +129,37 @@ class EngineProcess(asyncio.Protocol):
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
         """Start `python -m crossover.serving.engine.engine_loop`. The functions are called on the
-        loop.
-
-        If the start fails, `on_exit` is called before this returns.
+        event loop: `on_step` after each step, `on_message` with the other messages, `on_exit` once,
+        after all messages. If the start fails, `on_exit` is called before this returns.
         """
         self._on_step = on_step
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
+            own_end, engine_end = socket.socketpair()
+            with engine_end:
                 self._process = start_python(
-                    *("-m", "crossover.serving.engine.engine_loop"),
-                    environment=environment(self.config, theirs.fileno()),
+                    "-m",
+                    "crossover.serving.engine.engine_loop",
+                    environment=environment(self.config, engine_end.fileno()),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(engine_end.fileno(),),
                 )
-            ours.setblocking(False)
-            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
+            own_end.setblocking(False)
+            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=own_end)
             name = f"engine-{self._process.pid}"
-            threading.Thread(target=self._follow, daemon=True, name=name).start()
+            threading.Thread(target=self._forward_output, daemon=True, name=name).start()
             self.pid = self._process.pid
         except (OSError, RuntimeError) as problem:  # no descriptors, no memory, no thread
             if self._process is not None:
                 self._process.kill()
                 self._process.communicate()
             self._cause = Cause.load_failed, f"no process can be started: {problem}"
-            self._tell_exit()
+            self._report_exit()
             return
-        if self.asked_to_end:  # meanwhile
+        if self.stop_requested:  # while it was being started
             self.kill()
 
     @property
@@ -158,14 +169,14 @@ class EngineProcess(asyncio.Protocol):
     def send(self, message: ipc.ToEngine) -> None:
         """Write a message to the socket; dropped once the process is gone."""
         if isinstance(message, ipc.Submit):
-            if not self._sequences:  # it was idle, and has to step from now on
+            if not self._sequences:  # it was idle, and the time of its next step begins now
                 self._step_at = time.monotonic()
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(ipc.frame(message))
 
-    def over(self, sequence: int) -> None:
-        """Record that one of its sequences has ended."""
+    def sequence_ended(self, sequence: int) -> None:
+        """Note that the engine no longer runs a sequence."""
         self._sequences.discard(sequence)
 
     def kill(self) -> None:
@@ -175,15 +186,15 @@ class EngineProcess(asyncio.Protocol):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_later(STUCK_AFTER_SECONDS, self._leave)
+                self._loop.call_later(STUCK_AFTER_SECONDS, self._abandon)
 
-    def _leave(self) -> None:
-        """Treat a process as ended although SIGKILL did not end it, so that nobody waits for it."""
+    def _abandon(self) -> None:
+        """Treat the process as ended if SIGKILL did not end it, so that nobody waits for it."""
         if self.returncode is None:
             why = self._cause[1] if self._cause is not None else "it was asked to end"
             text = f"{why}; it hangs in the driver, and SIGKILL did not end it"
             self._cause = Cause.health_timeout, text
-            self._tell_exit()
+            self._report_exit()
 
     def give_up(self, cause: Cause, why: str) -> None:
         """Kill a process that can no longer serve."""
@@ -194,29 +205,36 @@ class EngineProcess(asyncio.Protocol):
         """Kill a process that is silent while it loads, or whose step takes too long."""
         if self._cause is not None or not self.alive:
             return
-        now, count, device = time.monotonic(), len(self._sequences), self.config.device
-        silent, age = now - self._heard_at, now - self._step_at
-        if self.ready is None and silent > LOAD_SILENCE_SECONDS[device]:
-            why = f"no message from the loading engine for {silent:.0f} s"
-            self.give_up(Cause.health_timeout, why)
-        elif self.ready is not None and count:
-            longest = LONGEST_STEP[device] * timeout_seconds
-            if (pace := self.pace.prompt_tokens_per_second) is not None:
-                at_pace = SLOWER_THAN_PACE * self.ready.info.settings.step_tokens / pace
-                longest = min(longest, max(timeout_seconds, at_pace))
-            if age > longest:
-                why = f"no step finished for {age:.1f} s with {count} sequences in flight"
+        now, device = time.monotonic(), self.config.device
+        if self.ready is None:
+            silent_seconds = now - self._message_at
+            if silent_seconds > LOAD_SILENCE_SECONDS[device]:
+                why = f"no message from the loading engine for {silent_seconds:.0f} s"
                 self.give_up(Cause.health_timeout, why)
+            return
+        count = len(self._sequences)
+        step_seconds = now - self._step_at
+        max_seconds = MAX_STEP_TIMEOUTS[device] * timeout_seconds
+        pace = self.pace.prompt_tokens_per_second
+        if pace is not None:
+            largest_step_seconds = self.ready.info.settings.step_tokens / pace
+            at_pace = MAX_STEP_SLOWDOWN * largest_step_seconds
+            max_seconds = min(max_seconds, max(timeout_seconds, at_pace))
+        if count and step_seconds > max_seconds:
+            why = f"no step finished for {step_seconds:.1f} s with {count} sequences in flight"
+            self.give_up(Cause.health_timeout, why)
 
     # Its end.
 
     @property
-    def ended_as_asked(self) -> bool:
-        is_known = self.killed or self.returncode == 0
-        return self.asked_to_end and is_known and self._cause is None
+    def ended_as_requested(self) -> bool:
+        """Whether it ended because it was asked to, and not by an error that came first."""
+        ended_normally = self.killed or self.returncode == 0
+        return self.stop_requested and ended_normally and self._cause is None
 
     def why(self) -> tuple[Cause, str]:
-        """Return why it ended unexpectedly: why it was killed, its last message, or its exit."""
+        """Return why it ended unexpectedly: why it was killed, its last message, or how it exited
+        and the last line that explains it."""
         if self._cause is not None:
             return self._cause
         status = self.returncode
@@ -224,28 +242,27 @@ class EngineProcess(asyncio.Protocol):
         how = f"exit status {status}"
         if status < 0:
             how = f"killed by signal {-status} ({signal.Signals(-status).name})"
-        lines = self.last_lines
-        last_words = [
-            line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)
+        messages = [
+            line.strip() for line in self.last_lines if line.strip() and not line.startswith(_TRACE)
         ]
-        about_memory = [line for line in last_words if any(words in line for words in _SHORTAGES)]
-        if last := (about_memory or last_words)[-1:]:
-            how = f"{how}: {last[0]}"
+        about_memory = [line for line in messages if any(words in line for words in _OUT_OF_MEMORY)]
+        if messages:
+            how = f"{how}: {(about_memory or messages)[-1]}"
         elif status == -signal.SIGKILL:
             how = f"{how}; unless you did this, the kernel may have run out of memory"
         if about_memory:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
-        is_death = self.ready is not None or status < 0
-        return Cause.engine_died if is_death else Cause.load_failed, how
+        was_killed_or_ready = status < 0 or self.ready is not None
+        return Cause.engine_died if was_killed_or_ready else Cause.load_failed, how
 
     # Its socket, on the loop.
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = time.monotonic()
+        self._message_at = time.monotonic()
         for body in self._frames.feed(data):
             message = ipc.decode_from_engine(body)
             if isinstance(message, ipc.Step):
-                self._step_at, stats = self._heard_at, message.stats
+                self._step_at, stats = self._message_at, message.stats
                 self.pace.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
                 self._on_step(self, message)
             elif isinstance(message, ipc.Died):
@@ -254,33 +271,35 @@ class EngineProcess(asyncio.Protocol):
             else:
                 if isinstance(message, ipc.Ready):
                     self.ready = message
-                    self.ready_at = self._heard_at
+                    self.ready_at = self._message_at
                 self._on_message(self, message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._socket_closed = True
         if self.returncode is not None:
-            self._tell_exit()
+            self._report_exit()
         else:  # a process that closes its socket but does not end cannot serve
-            self._loop.call_later(1.0, self.kill)
+            self._loop.call_later(CLOSING_SECONDS, self.kill)
 
     def _process_ended(self) -> None:
+        """Handle the end of the process, on the event loop."""
         assert self._process is not None
         self.returncode = self._process.wait()
         if self._socket_closed:
-            self._tell_exit()
+            self._report_exit()
         else:  # its last messages may still be in the socket; EOF follows them
-            self._loop.call_later(1.0, self._tell_exit)
+            self._loop.call_later(CLOSING_SECONDS, self._report_exit)
 
-    def _tell_exit(self) -> None:
-        if not self._exit_told:
-            self._exit_told = True
+    def _report_exit(self) -> None:
+        """Call `on_exit`, once."""
+        if not self._exit_reported:
+            self._exit_reported = True
             if self._transport is not None:
                 self._transport.close()
             self._on_exit(self)
 
-    def _follow(self) -> None:
-        """Forward its output, then wait for its end; runs in a thread."""
+    def _forward_output(self) -> None:
+        """Forward its output, then wait for its end. Runs in a thread."""
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:

@@ -8,14 +8,17 @@
     await supervisor.stop(drain=True, timeout_seconds=30)
 
 Everything happens on one event loop. States: loading -> ready <-> restarting -> failed; draining ->
-stopped, or draining -> unloaded, from where `start` begins again. There is at most one engine for
-each configuration. The current one serves or will serve, one of an earlier place takes over as soon
-as it is loaded, and one of a later place is on standby. When an engine dies, sequences that have
-sent nothing to their reader start again on the next one; the others end with finish "error".
+stopped, or draining -> unloaded, from where `start` begins again.
 
-A bridge: while a GPU's engine that died restarts, the next engine of the list, on the CPU, loads
-beside it where `estimate_load_seconds` says that it will be ready sooner. Whichever is ready first
-serves. When the GPU's engine is back, sequences whose reader has seen nothing move to it.
+There is at most one engine for each configuration of the list. The current one serves or will
+serve. One that is earlier in the list takes over as soon as it is loaded, and one that is later is
+on standby. When an engine dies, sequences of which the reader has received nothing start again on
+the next one; the others end with finish "error".
+
+The CPU can be a bridge while a GPU's engine restarts after its death. If the next engine of the
+list is on the CPU, and `estimate_load_seconds` says that it will be ready sooner, both load, and
+whichever is ready first serves. When the GPU's engine is back, sequences of which the reader has
+received nothing move to it.
 """
 
 from __future__ import annotations
@@ -45,11 +48,12 @@ from crossover.serving.supervisor.restart_policy import (
 
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
-DEFAULT_LOAD_SECONDS = 5.0  # where no engine has been loaded yet
-LOOK_SECONDS = 0.1  # between two checks of engines and deadlines
+DEFAULT_LOAD_SECONDS = 5.0  # expected of a load, if no engine has been loaded yet
+CHECK_SECONDS = 0.1  # between two checks of engines and deadlines
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
 RETRY_SECONDS = 30.0  # before a failed model is tried again
-_OVER = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
+# In these states no engine serves new requests, or will by itself.
+_INACTIVE = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
 _BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
 
 
@@ -93,22 +97,22 @@ class Supervisor:
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
         self.bridges = 0  # fallbacks that began while the preferred engine was restarting
-        # Upper bound of the seconds until an engine that never ran here is ready; None: it has no
-        # memory. Without this function there are no bridges.
+        # Returns an upper bound of the seconds that an engine takes to load the first time; None if
+        # its memory does not suffice. Without this function there are no bridges.
         self.estimate_load_seconds: Callable[[EngineConfig], float | None] | None = None
         self.deaths: Counter[str] = Counter()  # unexpected ends, by cause
         self._limits = limits
         self._wants_standby = standby
         self._on_event = on_event
         self._on_output = on_output
-        self._place = 0  # index of the configuration in use
+        self._index = 0  # index of the configuration in use
         self._engines: dict[int, EngineProcess] = {}  # by index of the configuration
         self._retired: set[EngineProcess] = set()  # engines that finish their sequences and end
         self._endings: deque[EngineExit] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
-        self._load_seconds: dict[int, float] = {}  # of the last load, by place
+        self._load_seconds: dict[int, float] = {}  # of the last load, by index
         self._ready_due_at = 0.0  # when an engine is expected to serve, by time.monotonic()
-        self._returns: list[float] = []  # times of attempts to return to an earlier place
+        self._returns: list[float] = []  # times of attempts to return to the preferred engine
         self._changed = asyncio.Event()
         self._background = Background(
             lambda bug: self._become(EngineState.failed, f"internal error: {bug}")
@@ -119,7 +123,7 @@ class Supervisor:
     @property
     def config(self) -> EngineConfig:
         """Return the configuration that is or will be in use."""
-        return self.configs[self._place]
+        return self.configs[self._index]
 
     @property
     def label(self) -> str:
@@ -127,7 +131,7 @@ class Supervisor:
 
     @property
     def _current(self) -> EngineProcess | None:
-        return self._engines.get(self._place)
+        return self._engines.get(self._index)
 
     @property
     def engine_pid(self) -> int | None:
@@ -142,21 +146,24 @@ class Supervisor:
     @property
     def pids(self) -> list[int]:
         """Return the pids of all running engine processes, in any role."""
-        return sorted(one.pid for one in self._living if one.alive and one.pid is not None)
+        return sorted(
+            engine.pid for engine in self._living if engine.alive and engine.pid is not None
+        )
 
     @property
     def _living(self) -> list[EngineProcess]:
+        """Return all engines that have not ended."""
         return [*self._engines.values(), *self._retired]
 
     @property
     def loaded(self) -> list[EngineConfig]:
-        """Configurations of the engines that serve, load or stand by."""
+        """Return the configurations of the engines that serve, load or are on standby."""
         return [engine.config for engine in self._engines.values()]
 
     def retry_after_seconds(self) -> float:
-        """Return when to retry while no engine serves: the rest of the load, as long as the last
-        one took."""
-        due = self.since + RETRY_SECONDS if self.state in _OVER else self._ready_due_at
+        """Return after how many seconds a client should retry while no engine serves: when the load
+        is expected to end, or after RETRY_SECONDS if there is none."""
+        due = self.since + RETRY_SECONDS if self.state in _INACTIVE else self._ready_due_at
         return max(1.0, due - time.monotonic())
 
     def unavailable(self) -> Unavailable:
@@ -174,28 +181,28 @@ class Supervisor:
             self._load_seconds.clear()
         self._endings.clear()
         self._returns.clear()
-        self._place = 0
+        self._index = 0
         self._ready_due_at = time.monotonic() + self._expected_load_seconds(0)
         self._become(EngineState.loading, "starting")
         self._background.cancel()
-        self._background.keep(self._look())
-        self._background.keep(self._spawn(0))
+        self._background.start(self._check_periodically())
+        self._background.start(self._spawn(0))
 
-    def rest(self, state: EngineState, reason: str) -> None:
+    def set_unavailable(self, state: EngineState, reason: str) -> None:
         """Set why no engine is running: unloaded or failed. Only while none is running."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
         if not self._living and self.state in idle:
             # A model that is not loaded for lack of room is reported once, at the start.
             is_news = state == EngineState.failed or self.state == EngineState.loading
             if is_news and reason != self.reason:
-                self._tell(state.value, reason)
+                self._record_event(state.value, reason)
             self._become(state, reason)
 
     async def wait_ready(self, timeout_seconds: float | None = None) -> ipc.Ready:
         """Wait until an engine serves. Raises EngineFailed if none ever will, or TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             while self.state != EngineState.ready:
-                if self.state in _OVER:
+                if self.state in _INACTIVE:
                     raise EngineFailed(self.reason or self.state)
                 await self.wait_change()
         assert self.ready is not None
@@ -228,12 +235,12 @@ class Supervisor:
         if self.state == EngineState.stopped:
             return self.requests.failed
         if self.state != EngineState.draining:
-            self._tell("draining", f"{len(self.requests)} sequences in flight")
+            self._record_event("draining", f"{len(self.requests)} sequences in flight")
             self.requests.failed = 0
             self._become(EngineState.draining, why)
         self.requests.fail(why, only_waiting=True)
         for engine in self._living:
-            self._ask_to_end(engine, drain)
+            self._stop_engine(engine, drain)
         seconds = timeout_seconds if drain and self.in_flight else self._limits.kill_after_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -249,88 +256,95 @@ class Supervisor:
         self._background.cancel()
         # If an unload and a stop happen at the same time, the stop decides the final state.
         if self.state == EngineState.draining or state == EngineState.stopped:
-            self._tell(state.value, f"{why}, {cut_off} sequences aborted" if cut_off else why)
+            self._record_event(
+                state.value, f"{why}, {cut_off} sequences aborted" if cut_off else why
+            )
             self._become(state, why)
         return cut_off
 
     # Engines start and send messages.
 
     async def _spawn(
-        self, place: int, delay_seconds: float = 0.0, *, is_bridge: bool = False
+        self, index: int, delay_seconds: float = 0.0, *, is_bridge: bool = False
     ) -> None:
-        """Start the engine of a place after a delay, if it is still wanted then."""
+        """Start the engine of a configuration after a delay, if it is still needed then."""
         await asyncio.sleep(delay_seconds)
-        is_wanted = self.state in (EngineState.loading, EngineState.restarting)
-        if is_bridge:
-            is_wanted = self.state == EngineState.restarting and place == self._place + 1
-        elif place != self._place:
-            last = self._place + 1 if self._wants_standby else self._place
-            is_wanted = self.state == EngineState.ready and place <= last
-        if not is_wanted or place in self._engines:
+        if index in self._engines or not self._is_needed(index, is_bridge):
             return
-        engine = self._engines[place] = EngineProcess(place, self.configs[place], self._on_output)
-        if place == self._place:
+        engine = self._engines[index] = EngineProcess(index, self.configs[index], self._on_output)
+        if index == self._index:
             self.loading = None
-        kind = "returning" if place < self._place else "started"
+        kind = "returning" if index < self._index else "started"
         purpose = f", to answer until {self.label} has restarted" if is_bridge else ""
-        self._tell(kind, f"loading {engine.config.model_name}{purpose}", engine)
-        await engine.start(self.requests.hear, self._hear, self._ended)
+        self._record_event(kind, f"loading {engine.config.model_name}{purpose}", engine)
+        await engine.start(self.requests.receive_step, self._receive, self._ended)
 
-    def _hear(self, engine: EngineProcess, message: ipc.Loading | ipc.Ready) -> None:
+    def _is_needed(self, index: int, is_bridge: bool) -> bool:
+        """Return whether the engine of a configuration should be started in the current state."""
+        if is_bridge:
+            return self.state == EngineState.restarting and index == self._index + 1
+        if index == self._index:
+            return self.state in (EngineState.loading, EngineState.restarting)
+        # A preferred engine to return to, or one to keep on standby.
+        last = self._index + 1 if self._wants_standby else self._index
+        return self.state == EngineState.ready and index <= last
+
+    def _receive(self, engine: EngineProcess, message: ipc.Loading | ipc.Ready) -> None:
         match message:
             case ipc.Loading() if engine is self._current:
                 self.loading = message
                 if self.state == EngineState.loading:
                     self.reason = message.what
                 self._notify()
-            case ipc.Ready() if not engine.asked_to_end:
+            case ipc.Ready() if not engine.stop_requested:
                 self._became_ready(engine)
 
     def _became_ready(self, engine: EngineProcess) -> None:
+        """Serve with an engine that has loaded, or keep it on standby."""
         assert engine.ready_at is not None
-        seconds = self._load_seconds[engine.place] = engine.ready_at - engine.started_at
+        seconds = self._load_seconds[engine.index] = engine.ready_at - engine.started_at
         took = f"loaded in {seconds:.1f} s"
-        previous_place = self._place
-        if engine.place > previous_place:
+        previous_index = self._index
+        if engine.index > previous_index:  # a standby, or a bridge
             if self.state != EngineState.restarting:
-                self._tell("standby", f"{took}, ready to take over", engine)
+                self._record_event("standby", f"{took}, ready to take over", engine)
                 return
             self.fallbacks += 1
             self.bridges += 1
             self._fell_back_at = engine.ready_at
-            last = next(end for end in reversed(self._endings) if end.engine == previous_place)
+            last = next(end for end in reversed(self._endings) if end.engine == previous_index)
             text = f"to {engine.label}, {took}, until {self.label} has restarted: {last.message}"
-            self._tell("fell_back", text, cause=last.cause)
-        elif engine.place == previous_place:
-            self._tell("ready", took, engine)
-        else:
+            self._record_event("fell_back", text, cause=last.cause)
+        elif engine.index == previous_index:
+            self._record_event("ready", took, engine)
+        else:  # a preferred engine
             self.returns += 1
-            self._tell("returned", f"{engine.label} serves again", engine)
+            self._record_event("returned", f"{engine.label} serves again", engine)
         self._serve_with(engine)
         self._end_later_engines(engine)
 
     def _end_later_engines(self, engine: EngineProcess) -> None:
-        """Move what later engines have not begun to answer to this one, which serves now, and let
-        them end with the rest; one that stands by stays loaded."""
-        for place in [place for place in self._engines if place > engine.place]:
-            later = self._engines[place]
+        """Move sequences of which the reader has received nothing from later engines to this one,
+        which serves now. Let later engines finish the others and end. One on standby stays."""
+        for index in [index for index in self._engines if index > engine.index]:
+            later = self._engines[index]
             self.requests.recall(later)
-            if self._wants_standby and place == engine.place + 1:
+            if self._wants_standby and index == engine.index + 1:
                 continue
-            self._retired.add(self._engines.pop(place))
-            self._ask_to_end(later, drain=True)
+            self._retired.add(self._engines.pop(index))
+            self._stop_engine(later, drain=True)
 
     def _serve_with(self, engine: EngineProcess) -> None:
         """Make this ready engine the current one."""
-        self._place, self.ready, self.loading = engine.place, engine.ready, None
+        self._index, self.ready, self.loading = engine.index, engine.ready, None
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
         self.requests.serve_with(engine)
-        if self._wants_standby and self._place + 1 < len(self.configs):
-            self._background.keep(self._spawn(self._place + 1))
+        if self._wants_standby and self._index + 1 < len(self.configs):
+            self._background.start(self._spawn(self._index + 1))
 
-    def _ask_to_end(self, engine: EngineProcess, drain: bool) -> None:
-        engine.asked_to_end = True
+    def _stop_engine(self, engine: EngineProcess, drain: bool) -> None:
+        engine.stop_requested = True
         if engine.ready is not None:
             engine.send(ipc.Stop(drain))
         else:
@@ -339,68 +353,70 @@ class Supervisor:
     # Engines end.
 
     def _ended(self, engine: EngineProcess) -> None:
-        """Handle the end of a process: find out why, move its sequences, decide what comes next."""
+        """Handle the end of a process: find out why it ended, decide which engine comes next, and
+        move its sequences there."""
         is_current = self._current is engine
         if is_current:
             self.ready = None
-        if self._engines.get(engine.place) is engine:
-            del self._engines[engine.place]
+        if self._engines.get(engine.index) is engine:
+            del self._engines[engine.index]
         self._retired.discard(engine)
         message = "the engine was stopped"
-        if not engine.ended_as_asked:
+        if not engine.ended_as_requested:
             cause, message = engine.why()
             self.deaths[cause.value] += 1
-            self._tell("died", message, engine, cause)
-        if not engine.asked_to_end:
+            self._record_event("died", message, engine, cause)
+        if not engine.stop_requested:
             now = time.monotonic()
-            lived = None if engine.ready_at is None else now - engine.ready_at
-            self._endings.append(EngineExit(engine.place, cause, message, now, lived))
+            ready_seconds = None if engine.ready_at is None else now - engine.ready_at
+            self._endings.append(EngineExit(engine.index, cause, message, now, ready_seconds))
             if is_current:
                 self._current_died(engine, self._endings[-1])
-            elif engine.place > self._place:  # another stands by
+            elif engine.index > self._index:  # it was on standby
                 pause = self._limits.backoff_longest_seconds
-                self._background.keep(self._spawn(engine.place, pause))
-        self.requests.move(engine, message, None if self.state in _OVER else self._place)
+                self._background.start(self._spawn(engine.index, pause))
+        self.requests.move(engine, message, None if self.state in _INACTIVE else self._index)
         self._notify()
 
     def _current_died(self, engine: EngineProcess, ending: EngineExit) -> None:
-        standby = self._engines.get(engine.place + 1)
+        """Restart the current engine, or fall back to the next one, or fail."""
+        standby = self._engines.get(engine.index + 1)
         is_warm = standby is not None and standby.ready is not None
-        verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)
-        place = verdict.engine
-        if place is None:
-            self._tell("failed", verdict.text, engine, ending.cause)
-            self._become(EngineState.failed, verdict.text)
-            self.requests.fail(verdict.text, only_waiting=True)
+        decision = after_death(self._endings, len(self.configs), self._limits, is_warm)
+        index = decision.engine
+        if index is None:
+            self._record_event("failed", decision.text, engine, ending.cause)
+            self._become(EngineState.failed, decision.text)
+            self.requests.fail(decision.text, only_waiting=True)
             return
-        if place != engine.place:
+        if index != engine.index:
             self.fallbacks += 1
             self._fell_back_at = ending.at_seconds
-            warm = ", which was on standby" if is_warm else ""
-            to = f"to {label(self.configs[place])}{warm}: {ending.message}"
-            self._tell("fell_back", to, engine, ending.cause)
+            standby_note = ", which was on standby" if is_warm else ""
+            message = f"to {label(self.configs[index])}{standby_note}: {ending.message}"
+            self._record_event("fell_back", message, engine, ending.cause)
         else:
             self.restarts += 1
-            when = f"in {verdict.delay_seconds:.1f} s: {ending.message}"
-            self._tell("restarting", when, engine, ending.cause)
-        self._place = place
-        due = ending.at_seconds + verdict.delay_seconds + self._expected_load_seconds(place)
+            message = f"in {decision.delay_seconds:.1f} s: {ending.message}"
+            self._record_event("restarting", message, engine, ending.cause)
+        self._index = index
+        due = ending.at_seconds + decision.delay_seconds + self._expected_load_seconds(index)
         self._ready_due_at = due
-        heir = self._engines.get(place)  # an engine that is loaded or loading
-        if heir is not None and heir.ready is not None:
-            self._serve_with(heir)
+        next_engine = self._engines.get(index)  # if it is loaded or loading already
+        if next_engine is not None and next_engine.ready is not None:
+            self._serve_with(next_engine)
             return
-        was_up = engine.ready_at is not None or self.state == EngineState.restarting
-        self._become(EngineState.restarting if was_up else EngineState.loading, verdict.text)
-        if heir is None:
-            self._background.keep(self._spawn(place, verdict.delay_seconds))
-        if place == engine.place and engine.ready_at is not None:
+        has_served = engine.ready_at is not None or self.state == EngineState.restarting
+        self._become(EngineState.restarting if has_served else EngineState.loading, decision.text)
+        if next_engine is None:
+            self._background.start(self._spawn(index, decision.delay_seconds))
+        if index == engine.index and engine.ready_at is not None:
             self._bridge(due)
 
     def _bridge(self, restarted_at: float) -> None:
-        """Load the CPU's engine beside a GPU's that restarts, where it will be ready before
-        `restarted_at` (by time.monotonic()) and has memory."""
-        later = self._place + 1
+        """Load the CPU's engine while a GPU's restarts, if it will be ready before `restarted_at`
+        (by time.monotonic()) and has enough memory."""
+        later = self._index + 1
         if self.estimate_load_seconds is None or later >= len(self.configs):
             return
         if self.config.device != "gpu" or self.configs[later].device != "cpu":
@@ -412,47 +428,52 @@ class Supervisor:
         ready_at = time.monotonic() + seconds
         if ready_at < restarted_at:
             self._ready_due_at = ready_at
-            self._background.keep(self._spawn(later, is_bridge=True))
+            self._background.start(self._spawn(later, is_bridge=True))
 
-    def _expected_load_seconds(self, place: int) -> float:
+    def _expected_load_seconds(self, index: int) -> float:
         """Return what the last load of this engine took, else the last of any."""
         measured = self._load_seconds
-        return measured.get(place, next(reversed(measured.values()), DEFAULT_LOAD_SECONDS))
+        if index in measured:
+            return measured[index]
+        return next(reversed(measured.values()), DEFAULT_LOAD_SECONDS)
 
     # Periodic checks.
 
-    async def _look(self) -> None:
+    async def _check_periodically(self) -> None:
         """Kill engines that hang, end waiting sequences past their deadline, and load the preferred
         engine beside the current one when that is due."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             now = time.monotonic()
             self.requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)
-            if self._place and self.state == EngineState.ready and 0 not in self._engines:
+            if self._index and self.state == EngineState.ready and 0 not in self._engines:
                 at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
                 if at is not None and now >= at:
                     self._returns.append(now)
                     await self._spawn(0)
 
     def _become(self, state: EngineState, reason: str | None) -> None:
+        """Change the state."""
         self.state, self.reason, self.since = state, reason, time.monotonic()
         self._notify()
 
     def _notify(self) -> None:
+        """Wake up everybody who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _tell(
+    def _record_event(
         self,
         kind: str,
         message: str,
         engine: EngineProcess | None = None,
         cause: Cause | None = None,
     ) -> None:
-        who = engine.label if engine is not None else self.label
-        event = Event(time.time(), kind, who, message, cause, self.config.model_name)
+        """Record an Event of an engine (None: the current one) and report it to `on_event`."""
+        name = engine.label if engine is not None else self.label
+        event = Event(time.time(), kind, name, message, cause, self.config.model_name)
         self.events.append(event)
         if self._on_event is not None:
             # Later, on the loop: a failing listener must not keep the next engine from starting.
@@ -460,15 +481,18 @@ class Supervisor:
 
 
 class Background:
-    """Background tasks, referenced until they end. CrossoverErrors are left to whoever awaits the
-    task; any other error is logged and passed to `on_failure`."""
+    """Starts background tasks and keeps them referenced until they end, as asyncio itself does not.
+
+    A CrossoverError is for whoever awaits the task. Any other error is a bug: it is logged and
+    passed to `on_failure`.
+    """
 
     def __init__(self, on_failure: Callable[[BaseException], None] = lambda bug: None) -> None:
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def keep(self, work: Awaitable[T]) -> asyncio.Task[T]:
-        """Start it as a task."""
+    def start(self, work: Awaitable[T]) -> asyncio.Task[T]:
+        """Start the work as a task and return the task."""
         task: asyncio.Task[T] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -3,8 +3,8 @@
     requests = InflightRequests(bounds, slots)
     requests.serve_with(engine)                         # an engine that is ready
     stream = requests.submit(GenerationRequest(...), engine, None)    # raises Overloaded
-    requests.hear(engine, step)                         # pass on the tokens of one step
-    requests.move(engine, "it died", place=1)           # start unread sequences again
+    requests.receive_step(engine, step)                 # pass on the tokens of one step
+    requests.move(engine, "it died", 1)                 # start unread sequences again
     await stream.arrived.wait(); stream.take()          # in the reader
 
 Everything that arrives between two reads of a stream is merged into one Delta. A request with
@@ -51,13 +51,13 @@ class Stream:
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
         self.engine: EngineProcess | None = None  # the engine that runs it; None: it waits for one
-        self.places: list[int] = []  # positions in the engine list of the engines it was sent to
+        self.engine_indices: list[int] = []  # indices in the engine list of those it was sent to
         self.arrived = asyncio.Event() if arrived is None else arrived
         self.finished = False
         self.handed_over = False  # the reader has received something, so it cannot start again
         self.given_up = False  # the reader has canceled it
         self._cancel = cancel
-        self._pieces: list[ipc.Delta] = []
+        self._unread: list[ipc.Delta] = []
 
     def cancel(self) -> None:
         """Cancel the sequence; its last Delta (finish "cancelled") still arrives."""
@@ -68,46 +68,47 @@ class Stream:
     def take(self) -> ipc.Delta | None:
         """Return a Delta of all that has arrived since the last call; None if nothing has, or if a
         `whole` request has not finished."""
-        pieces = self._pieces
-        if not pieces or (self.request.whole and not self.finished):
+        deltas = self._unread
+        if not deltas or (self.request.whole and not self.finished):
             return None
-        self._pieces = []
+        self._unread = []
         self.handed_over = True
-        return pieces[0] if len(pieces) == 1 else merged(pieces)
+        return deltas[0] if len(deltas) == 1 else merged(deltas)
 
     def push(self, delta: ipc.Delta) -> None:
         """Add a Delta from the engine. Ignored after the last one."""
         if self.finished:
             return
         self.produced += delta.tokens
-        self._pieces.append(delta)
+        self._unread.append(delta)
         self.finished = delta.finish is not None
         if self.finished or not self.request.whole:
             self.arrived.set()
 
     def start_again(self) -> None:
-        """Discard what has arrived so far; only while nothing has been handed over."""
-        self._pieces = []
+        """Discard what has arrived, so that the sequence can start on another engine. Only while
+        nothing has been handed over."""
+        self._unread = []
         self.produced = 0
         self.engine = None
 
 
-def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
-    """Merge consecutive Deltas of one sequence (at least one)."""
-    last = pieces[-1]
+def merged(deltas: list[ipc.Delta]) -> ipc.Delta:
+    """Return consecutive Deltas of one sequence (at least one) as a single Delta."""
+    last = deltas[-1]
     return msgspec.structs.replace(
-        pieces[0],
-        tokens=sum(piece.tokens for piece in pieces),
-        text="".join(piece.text for piece in pieces),
-        details=[detail for piece in pieces for detail in piece.details],
+        deltas[0],
+        tokens=sum(delta.tokens for delta in deltas),
+        text="".join(delta.text for delta in deltas),
+        details=[detail for delta in deltas for detail in delta.details],
         finish=last.finish,
         error=last.error,
         parameter=last.parameter,
     )
 
 
-def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> ipc.Delta:
-    """Return a last Delta without tokens."""
+def _last_delta(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> ipc.Delta:
+    """Return the last Delta of a sequence that the server ends, without tokens."""
     return ipc.Delta(sequence, 0, "", finish=finish, error=error)
 
 
@@ -130,7 +131,7 @@ class InflightRequests(AdmissionController):
         """Send waiting sequences, oldest first, and all new ones to this ready engine."""
         assert engine.ready is not None
         self._slots = engine.ready.info.settings.slots
-        self.pace, self.known_load = engine.pace, None
+        self.pace, self.cached_load = engine.pace, None
         self.engine, self.stats = engine, None
         for stream in self._waiting():
             self._give(stream, engine)
@@ -142,30 +143,30 @@ class InflightRequests(AdmissionController):
         self.check_room(len(request.prompt))
         stream = Stream(next(self._ids), request, self.cancel, time.monotonic(), arrived)
         self._streams[stream.id] = stream
-        self.known_load = None
+        self.cached_load = None
         self._give(stream, engine)
         return stream
 
     def _give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send the sequence to an engine, with the time that is left until its deadline."""
         request = stream.request
-        if stream.places and stream.deadline is not None:
+        if stream.engine_indices and stream.deadline is not None:
             # Above 0 even if the deadline has passed: the engine then ends the sequence.
             seconds_left = max(0.001, stream.deadline - time.monotonic())
             request = msgspec.structs.replace(request, deadline_seconds=seconds_left)
         stream.engine = engine
-        stream.places.append(engine.place)
+        stream.engine_indices.append(engine.index)
         engine.send(ipc.Submit(stream.id, request))
 
     def end_overdue(self) -> None:
         """End every sequence that waits for an engine and is past its deadline."""
         for stream in self._waiting():
             if stream.deadline is not None and time.monotonic() >= stream.deadline:
-                self._end(_last(stream.id, ipc.FinishReason.DEADLINE))
+                self._end(_last_delta(stream.id, ipc.FinishReason.DEADLINE))
 
-    def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
+    def receive_step(self, engine: EngineProcess, step: ipc.Step) -> None:
         """Pass the Deltas of one step of an engine on to its sequences."""
-        self.known_load = None
+        self.cached_load = None
         if engine is self.engine:
             self.stats = step.stats
             if self.on_step is not None:
@@ -179,19 +180,19 @@ class InflightRequests(AdmissionController):
             else:
                 self._end(delta)
 
-    def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
+    def move(self, engine: EngineProcess, message: str, index: int | None) -> None:
         """Handle the end of an engine.
 
         Sequences of which the reader has received nothing start again on the engine that serves
-        next, which is at `place` in the engine list (None: no engine will serve). The others, and
+        next, which is at `index` in the engine list (None: no engine will serve). The others, and
         those that were started there MAX_ATTEMPTS times, end with finish "error".
         """
-        self.known_load = None
+        self.cached_load = None
         if engine is self.engine:
             self.engine = self.stats = None
         for stream in self._streams_of(engine):
-            is_out_of_attempts = place is None or stream.places.count(place) >= MAX_ATTEMPTS
-            if stream.handed_over or stream.given_up or is_out_of_attempts:
+            can_retry = index is not None and stream.engine_indices.count(index) < MAX_ATTEMPTS
+            if not can_retry or stream.handed_over or stream.given_up:
                 self._fail(stream, f"The engine ended while this request was running: {message}")
                 continue
             stream.start_again()
@@ -202,11 +203,11 @@ class InflightRequests(AdmissionController):
         """Move the sequences of this engine of which the reader has received nothing to the engine
         that serves now, which is faster. They start again there."""
         assert self.engine is not None and self.engine is not engine
-        self.known_load = None
+        self.cached_load = None
         for stream in self._streams_of(engine):
             if not stream.handed_over and not stream.given_up:
                 engine.send(ipc.Cancel(stream.id))
-                engine.over(stream.id)
+                engine.sequence_ended(stream.id)
                 stream.start_again()
                 self._give(stream, self.engine)
 
@@ -216,7 +217,7 @@ class InflightRequests(AdmissionController):
         if stream is not None and stream.engine is not None:
             stream.engine.send(ipc.Cancel(sequence))
         elif stream is not None:
-            self._end(_last(sequence, ipc.FinishReason.CANCELLED))
+            self._end(_last_delta(sequence, ipc.FinishReason.CANCELLED))
 
     def fail(self, message: str, only_waiting: bool = False) -> None:
         """End all sequences, or only those that wait for an engine, with an error."""
@@ -233,15 +234,15 @@ class InflightRequests(AdmissionController):
     def _fail(self, stream: Stream, message: str) -> None:
         """End a sequence with an error, or as canceled if its reader has canceled it."""
         if stream.given_up:
-            self._end(_last(stream.id, ipc.FinishReason.CANCELLED))
+            self._end(_last_delta(stream.id, ipc.FinishReason.CANCELLED))
             return
         self.failed += 1
-        self._end(_last(stream.id, ipc.FinishReason.ERROR, message))
+        self._end(_last_delta(stream.id, ipc.FinishReason.ERROR, message))
 
     def _end(self, delta: ipc.Delta) -> None:
         """Push the last Delta of a sequence and forget the sequence."""
         stream = self._streams.pop(delta.id)
         if stream.engine is not None:
-            stream.engine.over(delta.id)
+            stream.engine.sequence_ended(delta.id)
         stream.push(delta)
         self.ended(stream, delta.finish in _NATURAL_ENDS)

@@ -17,7 +17,6 @@ any restart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import msgspec
 
@@ -26,10 +25,11 @@ from crossover.serving.errors import Cause
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 # Maximum silence of a loading engine; on a GPU an engine reports every layer.
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
-# Factor of health_timeout_seconds for a step: a large model's prompt takes minutes on a CPU.
-LONGEST_STEP = {"gpu": 1.0, "cpu": 20.0}
-# Factor of the time of the largest step at the engine's pace, if that is known and shorter.
-SLOWER_THAN_PACE = 10.0
+# A step may take this many health_timeout_seconds. On a CPU, a large model's prompt takes minutes.
+MAX_STEP_TIMEOUTS = {"gpu": 1.0, "cpu": 20.0}
+# If the engine's pace is known, a step may take no more than this many times what the largest step
+# takes at that pace.
+MAX_STEP_SLOWDOWN = 10.0
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):
@@ -47,29 +47,30 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
 
 
 class EngineExit(msgspec.Struct, frozen=True):
-    """How one engine process ended. `engine`: index in the list; times of a monotonic clock."""
+    """How one engine process ended unexpectedly."""
 
-    engine: int
+    engine: int  # index in the engine list
     cause: Cause
     message: str
-    at_seconds: float
-    ready_seconds: float | None  # how long it was ready; None: never
+    at_seconds: float  # by a monotonic clock
+    ready_seconds: float | None  # how long it was ready; None: it never was
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """Start engine `engine` after `delay_seconds`; None: start no engine again."""
+class RestartDecision(msgspec.Struct, frozen=True):
+    """Which engine is started after one has died."""
 
-    engine: int | None
+    engine: int | None  # index in the engine list; None: no engine is started again
     delay_seconds: float
-    text: str
+    text: str  # what is done, and why
 
 
 def after_death(
     endings: Sequence[EngineExit], engines: int, limits: RecoveryLimits, standby: bool = False
-) -> Verdict:
-    """Return the next move, given all unexpected endings, oldest first (at least one).
+) -> RestartDecision:
+    """Return which engine to start, by the table above, after the last of `endings`.
 
-    `standby`: the next engine is already loaded.
+    `endings`: all unexpected ends, oldest first, at least one. `engines`: the length of the engine
+    list. `standby`: the next engine of the list is already loaded.
     """
     last = endings[-1]
     why = f"{last.cause.value}: {last.message}"
@@ -82,22 +83,28 @@ def after_death(
     if last.engine + 1 < engines:
         may_be_chance = last.cause is Cause.engine_died and last.ready_seconds is not None
         if standby or not may_be_chance or len(recent) >= 2:
-            return Verdict(last.engine + 1, 0.0, f"falling back after {why}")
-        return Verdict(last.engine, limits.backoff_first_seconds, f"restarting once after {why}")
+            return RestartDecision(last.engine + 1, 0.0, f"falling back after {why}")
+        return RestartDecision(
+            last.engine, limits.backoff_first_seconds, f"restarting once after {why}"
+        )
     if last.cause in PERMANENT:
-        return Verdict(None, 0.0, why)
-    unready = len(
-        list(takewhile(lambda ending: ending.ready_seconds is None, reversed(own_endings)))
-    )
-    if unready >= limits.load_attempts:
-        text = f"the engine did not load in {unready} attempts; the last ended with {why}"
-        return Verdict(None, 0.0, text)
+        return RestartDecision(None, 0.0, why)
+    failed_loads = 0  # in a row
+    for ending in reversed(own_endings):
+        if ending.ready_seconds is not None:
+            break
+        failed_loads += 1
+    if failed_loads >= limits.load_attempts:
+        text = f"the engine did not load in {failed_loads} attempts; the last ended with {why}"
+        return RestartDecision(None, 0.0, text)
     if len(recent) >= limits.deaths:
         died = f"died {len(recent)} times in {last.at_seconds - recent[0].at_seconds:.0f} s"
-        return Verdict(None, 0.0, f"the engine {died} and is not restarted; the last time: {why}")
-    pause = limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
-    pause = min(limits.backoff_longest_seconds, pause)
-    return Verdict(last.engine, pause, f"restarting after {why}")
+        return RestartDecision(
+            None, 0.0, f"the engine {died} and is not restarted; the last time: {why}"
+        )
+    doubled = limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
+    pause = min(limits.backoff_longest_seconds, doubled)
+    return RestartDecision(last.engine, pause, f"restarting after {why}")
 
 
 def return_at(
@@ -106,13 +113,15 @@ def return_at(
     returns: Sequence[float],
     limits: RecoveryLimits,
 ) -> float | None:
-    """Return the earliest time to try the preferred (first) engine again. None: never, as after a
-    permanent cause.
+    """Return the earliest time to try the preferred (first) engine again; None: never, because it
+    ended with a permanent cause or has not ended.
 
-    `returns`: when earlier attempts started; the pause doubles with each.
+    `returns`: when earlier attempts started. The pause doubles with each. All times are by the
+    clock of `endings`.
     """
-    of_preferred = [ending for ending in endings if ending.engine == 0]
-    if not of_preferred or of_preferred[-1].cause in PERMANENT:
+    preferred_endings = [ending for ending in endings if ending.engine == 0]
+    if not preferred_endings or preferred_endings[-1].cause in PERMANENT:
         return None
-    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(returns))
+    doubled = limits.return_first_seconds * 2.0 ** len(returns)
+    pause = min(limits.return_longest_seconds, doubled)
     return max(fell_back_at, *returns, 0.0) + pause

@@ -30,11 +30,11 @@ class Queue(AdmissionController):
 
     def admit(self, number: int, prompt: int, limit: int) -> None:
         self.inside[number] = Work(prompt, limit)
-        self.known_load = None
+        self.cached_load = None
 
     def progressed(self, number: int, tokens: int) -> None:
         self.inside[number].produced += tokens
-        self.known_load = None
+        self.cached_load = None
 
     def finished(self, number: int) -> None:
         self.ended(self.inside.pop(number), naturally=True)

@@ -54,7 +54,7 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     # no fork
     monkeypatch.setattr("crossover.serving.supervisor.engine_process.start_python", start_python)
     monkeypatch.setattr("crossover.serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
-    monkeypatch.setattr(EngineProcess, "_follow", lambda engine: None)
+    monkeypatch.setattr(EngineProcess, "_forward_output", lambda engine: None)
 
     async def scenario() -> None:
         ended = asyncio.Event()
