@@ -25,10 +25,11 @@ from crossover.serving.workload.trace_file import load_trace
 Times = npt.NDArray[np.float64]
 
 _STREAM = 0x0A  # so that arrivals and lengths get independent random numbers from the same seed
+_DRAWN_GAPS = 1024  # drawn at a time
 
 
 class _Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    pass
+    """The base of all arrival processes; `kind` names the process in a file."""
 
 
 class Constant(_Process, frozen=True, tag="constant"):
@@ -76,7 +77,9 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
         case Constant():
             times = np.arange(math.ceil(duration_seconds * rate), dtype=np.float64) / rate
         case Poisson():
-            times = _running_sums(rng.standard_exponential, 0.0, duration_seconds * rate)[1:] / rate
+            # In units of the mean gap. The 0.0 at which the sums begin is no request.
+            sums = _running_sums(rng.standard_exponential, 0.0, duration_seconds * rate)
+            times = sums[1:] / rate
         case Gamma():
             times = _renewal(rng, arrivals.cv, rate, duration_seconds)
         case Trace():
@@ -106,17 +109,17 @@ def _running_sums(draw_gaps: Callable[[int], Times], first: float, until: float)
     """
     parts = [np.array([first])]
     while parts[-1][-1] < until:
-        parts.append(parts[-1][-1] + np.cumsum(draw_gaps(1024)))
+        parts.append(parts[-1][-1] + np.cumsum(draw_gaps(_DRAWN_GAPS)))
     return np.concatenate(parts)
 
 
 def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds: float) -> Times:
     """Return the times of a renewal process with gamma gaps, at least up to the duration."""
     shape = 1.0 / cv**2
+    scale = 1.0 / (shape * rate)
     # In equilibrium, time 0 falls into a gap with a probability proportional to the gap's length,
     # which makes that gap gamma-distributed with shape + 1. A uniform part of it remains.
     first = float(rng.random() * rng.gamma(shape + 1.0)) / (shape * rate)
-    scale = 1.0 / (shape * rate)
     return _running_sums(lambda n: rng.gamma(shape, scale, n), first, duration_seconds)
 
 
@@ -133,8 +136,9 @@ def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_second
     resolution = np.min(gaps[gaps > 0]) if np.mean(gaps == 0) >= 0.5 else 0.0
     # One replay takes as long as the trace, and one gap more before it starts over.
     replay_seconds = stamps[-1] + (resolution or np.mean(gaps))
-    stretch = len(stamps) / (replay_seconds * rate)
+    stretch = len(stamps) / (replay_seconds * rate)  # scales time to the rate
     replays = np.arange(math.ceil(duration_seconds / (replay_seconds * stretch)))
-    spread = np.sort(stamps + rng.random(len(stamps)) * resolution)
-    times: Times = ((spread + replays[:, None] * replay_seconds) * stretch).ravel()
+    unrounded = np.sort(stamps + rng.random(len(stamps)) * resolution)
+    times_by_replay = (unrounded + replays[:, None] * replay_seconds) * stretch
+    times: Times = times_by_replay.ravel()
     return times

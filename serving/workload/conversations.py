@@ -22,11 +22,12 @@ import numpy.typing as npt
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import generator
 from crossover.serving.workload.request_lengths import Workload, draw
-from crossover.serving.workload.trace_file import load_sessions
+from crossover.serving.workload.trace_file import Row, load_sessions
 
-Whole = npt.NDArray[np.int64]
+TurnNumbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
-# Once this share of a session's turns would have come, the rate of turns is nearly stationary.
+# When sessions have run for so long that this share of their turns have been sent, the rate of
+# turns is nearly stationary.
 WARM_UP_SHARE = 0.95
 MEAN_SESSIONS, MEAN_SEED = 2_000, 1  # the sample from which a workload's means are computed
 _STREAM = 0x0C  # so that sessions, lengths and arrivals get independent numbers from the same seed
@@ -35,7 +36,7 @@ _STREAM = 0x0C  # so that sessions, lengths and arrivals get independent numbers
 class Turn(msgspec.Struct, frozen=True):
     """One request of a session."""
 
-    prompt_tokens: int  # that the user adds to the history
+    prompt_tokens: int  # what the user adds to the history
     output_tokens: int
     think_seconds: float = 0.0  # from the end of the previous answer to this request
 
@@ -55,18 +56,19 @@ def draw_sessions(workload: Workload, n: int, seed: int) -> list[Session]:
     """
     if workload.file is not None and workload.turns is None:
         return _sessions_of_file(workload, workload.file, n, seed)
-    turn_counts, think_seconds, turn_tokens = workload.session_spreads
+    spreads = workload.session_spreads
+    max_prompt, max_output = workload.limits
     sessions: list[Session] = []
     for first_request in draw(workload, n, seed):
         rng = generator(seed, _STREAM, first_request.index)
         first_prompt = max(1, first_request.prompt_tokens - first_request.prefix_tokens)
         turns = [Turn(first_prompt, first_request.output_tokens)]
-        for _ in range(round(turn_counts.draw(rng)) - 1):
+        for _ in range(round(spreads.turns.draw(rng)) - 1):
             output = turns[0].output_tokens
             if workload.output_spread is not None:
-                output = _capped(workload.output_spread.draw(rng), workload.limits[1])
-            prompt = _capped(turn_tokens.draw(rng), workload.limits[0])
-            turns.append(Turn(prompt, output, think_seconds.draw(rng)))
+                output = _capped(workload.output_spread.draw(rng), max_output)
+            prompt = _capped(spreads.turn_tokens.draw(rng), max_prompt)
+            turns.append(Turn(prompt, output, spreads.think_seconds.draw(rng)))
         sessions.append(Session(first_request.index, tuple(turns), first_request.prefix_tokens))
     return sessions
 
@@ -79,30 +81,29 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
         raise WorkloadError(
             f"{path} has no sessions. Give each line a `session`, or set workload.turns"
         )
-    rng, order = generator(seed, _STREAM), list[int]()
+    rng = generator(seed, _STREAM)
+    order: list[int] = []  # indices of recorded sessions
     while len(order) < n:
         order += rng.permutation(len(recorded)).tolist()
-    _, think_seconds, _ = workload.session_spreads
+    sessions: list[Session] = []
+    for index, recorded_index in enumerate(order[:n]):
+        turns = tuple(_turn_of_row(row, workload, rng) for row in recorded[recorded_index])
+        sessions.append(Session(index, turns, workload.prefix_tokens))
+    return sessions
+
+
+def _turn_of_row(row: Row, workload: Workload, rng: np.random.Generator) -> Turn:
+    """Return the turn that a row of a file describes. If it has no think time, one is drawn."""
     max_prompt, max_output = workload.limits
-    return [
-        Session(
-            index,
-            tuple(
-                Turn(
-                    _capped(row.prompt_tokens, max_prompt),
-                    _capped(row.output_tokens, max_output),
-                    think_seconds.draw(rng) if row.think_seconds is None else row.think_seconds,
-                )
-                for row in recorded[recorded_index]
-            ),
-            workload.prefix_tokens,
-        )
-        for index, recorded_index in enumerate(order[:n])
-    ]
+    think_seconds = row.think_seconds
+    if think_seconds is None:
+        think_seconds = workload.session_spreads.think_seconds.draw(rng)
+    prompt = _capped(row.prompt_tokens, max_prompt)
+    return Turn(prompt, _capped(row.output_tokens, max_output), think_seconds)
 
 
 class SentTurn(NamedTuple):
-    """The request that a turn sends, with the history."""
+    """The request that a turn sends: its own prompt behind the history."""
 
     session: int  # index of the session
     number: int  # of the turn in its session, from 0
@@ -129,13 +130,11 @@ def sent_turns(
     kept = 0
     for number, turn in enumerate(session.turns):
         new_tokens = session.prefix_tokens + turn.prompt_tokens
-        while (
-            history
-            and context_tokens
-            and new_tokens + sum(history) + turn.output_tokens > context_tokens
-        ):
-            del history[0]
-            kept = 0
+        if context_tokens:
+            max_history = context_tokens - new_tokens - turn.output_tokens
+            while history and sum(history) > max_history:
+                del history[0]
+                kept = 0
         prompt = new_tokens + sum(history)
         yield SentTurn(session.index, number, prompt, turn.output_tokens, turn.think_seconds, kept)
         # The last token of an answer is sampled but never processed, so its KV does not exist.
@@ -163,23 +162,24 @@ def session_seconds(workload: Workload, answer_seconds: float) -> float:
     return offsets_quantile(np.array(numbers), np.array(think_seconds) + answer_seconds)
 
 
-def offsets_quantile(number: Whole, seconds: Seconds) -> float:
+def offsets_quantile(numbers: TurnNumbers, gaps: Seconds) -> float:
     """Return the WARM_UP_SHARE quantile of the seconds from a conversation's first turn to each of
     its turns; 0.0 if there are no turns.
 
-    The arrays [n] list the turns of all sessions, one session after the other: `number` is a turn's
-    position in its session, from 0, and `seconds` the time since the turn before it.
+    The arrays [n] list the turns of all sessions, one session after the other. `numbers`: a turn's
+    position in its session, from 0. `gaps`: the seconds since the turn before it.
     """
-    gaps = np.where(number > 0, seconds, 0.0)
-    elapsed = np.cumsum(gaps)
-    first_turns = np.maximum.accumulate(np.where(number == 0, np.arange(len(number)), 0))
-    if not len(number):
+    if not len(numbers):
         return 0.0
+    elapsed = np.cumsum(np.where(numbers > 0, gaps, 0.0))  # over all sessions
+    # For each turn, the index of the first turn of its session.
+    first_turns = np.maximum.accumulate(np.where(numbers == 0, np.arange(len(numbers)), 0))
     return float(np.quantile(elapsed - elapsed[first_turns], WARM_UP_SHARE))
 
 
-def _capped(tokens: float, cap: float) -> int:
-    return max(1, round(min(tokens, cap)))
+def _capped(tokens: float, maximum: float) -> int:
+    """Return a whole number of tokens, from 1 to the maximum."""
+    return max(1, round(min(tokens, maximum)))
 
 
 def mean_turns(sessions: list[Session]) -> float:

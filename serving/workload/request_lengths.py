@@ -53,10 +53,18 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             value = rng.exponential(self.mean)
         elif self.kind == "normal":
             value = rng.normal(self.mean, self.sd)
-        elif self.sd:
+        elif self.sd:  # log-normal: mean and variance of the logarithm
             variance = math.log1p((self.sd / self.mean) ** 2)
             value = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance))
         return float(min(max(value, self.min), self.max))
+
+
+class SessionSpreads(NamedTuple):
+    """The distributions from which the turns of a conversation are drawn."""
+
+    turns: Spread  # number of turns
+    think_seconds: Spread  # from the end of an answer to the next turn
+    turn_tokens: Spread  # prompt tokens that each later turn adds
 
 
 class SessionPreset(NamedTuple):
@@ -165,7 +173,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if (self.prompt_tokens is None) != (self.output_tokens is None):
             raise ValueError("prompt_tokens and output_tokens must both be given")
-        if [self.preset, self.file, self.replay, self.prompt_tokens].count(None) != 3:
+        sources = [self.preset, self.file, self.replay, self.prompt_tokens]
+        if len(sources) - sources.count(None) != 1:
             raise ValueError("give one of preset, file, replay, prompt_tokens with output_tokens")
         if self.preset is not None and self.preset not in (*PRESETS, *SESSION_PRESETS):
             presets = ", ".join((*PRESETS, *SESSION_PRESETS))
@@ -185,19 +194,14 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.file is not None and bool(load_sessions(self.file))
 
     @property
-    def session_spreads(self) -> tuple[Spread, Spread, Spread]:
-        """The distributions of turns, of think times in seconds, and of the prompt tokens that a
-        later turn adds."""
+    def session_spreads(self) -> SessionSpreads:
+        """The distributions of a conversation: those that are set, else those of the preset."""
         preset = self.session_preset or SESSION_PRESETS["conversation"]
-        pairs = [
-            (self.turns, preset.turns),
-            (self.think_seconds, preset.think_seconds),
-            (self.turn_tokens, preset.turn_tokens),
-        ]
-        turns, think_seconds, turn_tokens = (
-            default if own is None else as_spread(own) for own, default in pairs
+        return SessionSpreads(
+            preset.turns if self.turns is None else as_spread(self.turns),
+            preset.think_seconds if self.think_seconds is None else as_spread(self.think_seconds),
+            preset.turn_tokens if self.turn_tokens is None else as_spread(self.turn_tokens),
         )
-        return turns, think_seconds, turn_tokens
 
     @property
     def output_spread(self) -> Spread | None:
@@ -218,8 +222,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def most_output_tokens(self) -> float:
         """The maximum tokens of any answer; infinite if the workload sets none."""
-        fixed = self.output_tokens
-        return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
+        _, max_output_tokens = self.limits
+        if self.output_tokens is None:
+            return max_output_tokens
+        return min(max_output_tokens, max(1, round(self.output_tokens * self.scale)))
 
 
 DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
@@ -231,7 +237,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     prompt_tokens: int  # of the whole prompt
     output_tokens: int
-    prefix_tokens: int = 0  # how many of them are the prefix that all prompts share
+    prefix_tokens: int = 0  # how many prompt tokens are the prefix that all prompts share
 
 
 def as_spread(value: Spread | float) -> Spread:
@@ -272,8 +278,11 @@ def in_words(workload: Workload) -> str:
             f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
         )
     parts = [source if workload.scale == 1 else f"{source} x {workload.scale:g}"]
-    for name, maximum in zip(("prompts", "answers"), workload.limits, strict=True):
-        parts += [f"{name} of at most {maximum} tokens"] if maximum < math.inf else []
+    max_prompt, max_output = workload.limits
+    if max_prompt < math.inf:
+        parts.append(f"prompts of at most {max_prompt} tokens")
+    if max_output < math.inf:
+        parts.append(f"answers of at most {max_output} tokens")
     if workload.prefix_tokens:
         parts.append(f"{workload.prefix_tokens} tokens of shared prefix")
     return ", ".join(parts)
@@ -281,17 +290,21 @@ def in_words(workload: Workload) -> str:
 
 def _draw_pairs(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
     """Return n pairs of prompt and output tokens, scaled and limited: int64 [n, 2]."""
-    rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
-    if (preset := workload.session_preset) is not None:
-        count = max(n, 1)
+    preset = workload.session_preset
+    if preset is not None:
+        count = max(n, 1)  # numpy needs one row to know the number of columns
         rows = np.array([(preset.prompt.draw(rng), preset.output.draw(rng)) for _ in range(count)])
         return _scaled(rows[:n], workload)
+    file = workload.file or workload.replay
     if workload.preset is not None:
-        rows = load_trace(str(DATA.joinpath(f"{workload.preset}.jsonl"))).pairs
-    elif file := workload.file or workload.replay:
+        file = str(DATA.joinpath(f"{workload.preset}.jsonl"))
+    if file is not None:
         rows = load_trace(file).pairs
-    indices = np.arange(n) % len(rows)
-    if workload.replay is None:  # one random permutation of the rows after the other
+    else:
+        rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
+    if workload.replay is not None:
+        indices = np.arange(n) % len(rows)
+    else:  # one random permutation of the rows after the other
         permutations = math.ceil(n / len(rows))
         indices = rng.random((permutations, len(rows))).argsort(axis=1).ravel()[:n]
     return _scaled(rows[indices], workload)

@@ -37,7 +37,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0
 
 
 class Row(msgspec.Struct):
-    """One line of the file."""
+    """One line of the file. See the module's docstring."""
 
     prompt_tokens: _Tokens
     output_tokens: _Tokens
@@ -47,9 +47,10 @@ class Row(msgspec.Struct):
 
 
 class TraceRows(NamedTuple):
-    """The n usable requests of a file, as arrays."""
+    """The n usable requests of a file, as arrays, in the order of their arrival."""
 
-    seconds: npt.NDArray[np.float64]  # arrival times [n], from 0, ascending; [0]: there are none
+    # Arrival times [n], from 0, ascending. The array is empty if the file has no times.
+    seconds: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
     left_out: int = 0  # rows without prompt or output tokens
 
