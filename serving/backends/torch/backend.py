@@ -57,7 +57,7 @@ WARM_UP_SAMPLINGS = (
 _OUT_OF_MEMORY = ("not enough memory", "out of memory", "_ALLOC_FAILED", "ERROR_OUT_OF_MEMORY")
 
 
-class InFlightStep:
+class LaunchedStep:
     """A launched step, whose tokens are copied to the host while the device goes on.
 
     See Launched in crossover.serving.backends.backend_interface.
@@ -180,7 +180,7 @@ class TorchBackend:
         return [sampled_by_slot[row.slot] for row in rows if row.wants_token]
 
     @torch.inference_mode()
-    def launch(self, rows: list[Row], after: InFlightStep | None) -> InFlightStep | None:
+    def launch(self, rows: list[Row], after: LaunchedStep | None) -> LaunchedStep | None:
         can_draw_all = all(can_draw(row) for row in rows if row.wants_token)
         if not self._device_sampling or not can_draw_all:
             return None
@@ -191,7 +191,7 @@ class TorchBackend:
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
             logits, sampling_rows = self._run(rows, previous_tokens)
             tokens, is_valid = self._sampler.draw(logits, sampling_rows)
-            return InFlightStep(tokens, is_valid, sampling_rows)
+            return LaunchedStep(tokens, is_valid, sampling_rows)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
