@@ -112,12 +112,13 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     cls: str  # "module:Class", imported when the backend is chosen
     overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
     weights: str | None  # the kind of files that it reads: gguf, hf, onnx, none; None: any
-    # Bytes of weights that it holds a second time on the CPU, for a faster layout or type.
+    # Bytes of weights on the CPU beyond those of the files, for a faster layout or type.
     extra_bytes: ExtraBytes | None = None
     kv_dtype: KvDtype = _requested_or_fp16
     # Context tokens of a slot -> tokens of its KV row, which may be rounded up.
     kv_row_tokens: Callable[[int], int] = int
-    buffer_bytes: BufferBytes = _no_buffer_bytes  # of a step on the CPU, if `overhead` has it not
+    # Buffers of a step on the CPU; 0 if `overhead` includes them.
+    buffer_bytes: BufferBytes = _no_buffer_bytes
     kv_bytes: KvBytes = _full_kv_bytes
     # Recurrent states, and the checkpoints of slots that cannot be truncated.
     state_bytes: StateBytes = _no_state_bytes

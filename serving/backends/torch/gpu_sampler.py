@@ -58,7 +58,7 @@ class Kind(IntEnum):
 # The parameters of a draw are int64 [8, rows], one line for each of these. Temperature and top-p
 # are float64, stored as their bits. ZERO is the last word of the random numbers' key (keys_of).
 SEED_LOW, SEED_HIGH, POSITION, ZERO, TEMPERATURE, TOP_P, TOP_K, KIND = range(8)
-PARAMETERS = 8
+PARAMETERS = KIND + 1
 
 
 class DrawBuffers(NamedTuple):
