@@ -208,7 +208,7 @@ def _simulated_single_stream(cell: CellData) -> Simulated | None:
 
 
 def _confirmed_cell(cell: CellData) -> TableCell:
-    """Return the confirmed rate, or what was measured in its place."""
+    """Return the confirmed rate, or in words why there is none."""
     capacity = cell.capacity
     if capacity is None:
         text = formatting.NOT_MEASURED if cell.state == "measured" else STATE_WORDS[cell.state]

@@ -15,16 +15,90 @@ import msgspec
 
 HOURS_A_MONTH = 730.5
 WEEKEND_SHARE = 2 / 7
-# Rates of the hours of a day over each other, hour 0 first. People: ServeGen (Alibaba),
+# Relative rates of the hours of a weekday, hour 0 first. People: ServeGen (Alibaba),
 # language/m-small. Office and night are made up.
 DAYS: dict[str, tuple[float, ...]] = {
     "flat": (1.0,) * 24,
+    # fmt: off
     "people": (
-        *(0.839, 0.714, 0.733, 0.676, 0.714, 0.66, 0.684, 0.855, 1.015, 1.054, 1.125, 1.093),
-        *(1.06, 1.073, 1.06, 1.047, 1.091, 1.079, 1.007, 1.229, 1.456, 1.402, 1.27, 1.063),
+        0.839,
+        0.714,
+        0.733,
+        0.676,
+        0.714,
+        0.66,
+        0.684,
+        0.855,
+        1.015,
+        1.054,
+        1.125,
+        1.093,
+        1.06,
+        1.073,
+        1.06,
+        1.047,
+        1.091,
+        1.079,
+        1.007,
+        1.229,
+        1.456,
+        1.402,
+        1.27,
+        1.063,
     ),
-    "office": (*[0.05] * 7, 0.2, 0.6, *[1.0] * 3, 0.8, *[1.0] * 4, 0.6, 0.3, 0.1, *[0.05] * 4),
-    "night": (*[1.0] * 6, 0.5, *[0.05] * 14, 0.2, 0.5, 1.0),
+    "office": (
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.2,
+        0.6,
+        1.0,
+        1.0,
+        1.0,
+        0.8,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.6,
+        0.3,
+        0.1,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+    ),
+    "night": (
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.5,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.05,
+        0.2,
+        0.5,
+        1.0,
+    ),
+    # fmt: on
 }
 
 
@@ -33,6 +107,14 @@ class Load(msgspec.Struct, frozen=True):
 
     rate: float  # requests/s, mean of the hour
     hours: float  # a month
+
+    def up_to(self, max_rate: float) -> Load:
+        """Return the part of the load up to a rate."""
+        return Load(min(self.rate, max_rate), self.hours)
+
+    def above(self, rate: float) -> Load:
+        """Return the part of the load above a rate."""
+        return Load(max(0.0, self.rate - rate), self.hours)
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -66,13 +148,13 @@ def day_loads(
 
     Give exactly one of `peak_rate`, of the busiest hour, and `mean_rate`, of the month, requests/s.
     """
-    hours: dict[float, float] = defaultdict(float)  # hours of one rate are one kind of hour
+    hours: dict[float, float] = defaultdict(float)  # relative rate -> hours of a month with it
     for factor, share in ((1.0, 1 - WEEKEND_SHARE), (weekend, WEEKEND_SHARE)):
-        for rate in day:
-            hours[rate * factor] += share * HOURS_A_MONTH / len(day)
+        for relative_rate in day:
+            hours[relative_rate * factor] += share * HOURS_A_MONTH / len(day)
     if peak_rate is not None:
-        unit = peak_rate / max(hours)
+        scale = peak_rate / max(hours)
     else:
         assert mean_rate is not None
-        unit = mean_rate * HOURS_A_MONTH / sum(rate * count for rate, count in hours.items())
-    return tuple(Load(rate * unit, hours[rate]) for rate in sorted(hours, reverse=True))
+        scale = mean_rate * HOURS_A_MONTH / sum(rate * count for rate, count in hours.items())
+    return tuple(Load(rate * scale, hours[rate]) for rate in sorted(hours, reverse=True))

@@ -21,7 +21,7 @@ import msgspec
 from crossover.models import formatting
 from crossover.reports.devices.device_capacity import CapacityGrade, Certainty, DeviceCapacity
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
-from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast
+from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast, Load
 from crossover.reports.plan.plan_file import Question
 from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.slo import Slo
@@ -77,37 +77,32 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
             return "perhaps"
         return "no"
 
-    def kwh_per_month(
-        self, loads: Sequence[tuple[float, float]], max_machines: float = math.inf
-    ) -> float | None:
+    def kwh_per_month(self, loads: Sequence[Load], max_machines: float = math.inf) -> float | None:
         """Return the energy that serving takes: power under load for the share of time at work.
 
-        `loads`: pairs of requests/s and hours a month. `max_machines`: how many machines can be at
-        work at the same time. None: the power or the capacity is not known.
+        `max_machines`: how many machines can be at work at the same time. None: the power or the
+        capacity is not known.
         """
         if self.parts:
             return self._kwh_of_parts(loads)
         capacity = self.rate or self.high
         if self.watts is None or not capacity:
             return None
-        machine_hours = sum(min(max_machines, rate / capacity) * hours for rate, hours in loads)
+        machine_hours = sum(min(max_machines, load.rate / capacity) * load.hours for load in loads)
         return self.watts * machine_hours / 1000
 
-    def _kwh_of_parts(self, loads: Sequence[tuple[float, float]]) -> float | None:
+    def _kwh_of_parts(self, loads: Sequence[Load]) -> float | None:
         """Return the energy of devices that serve together: each takes the load up to its low end,
         and the last one takes what is left."""
         total_kwh = 0.0
         remaining_loads = list(loads)
         for part in self.parts:
             max_rate = math.inf if part is self.parts[-1] else (part.low or 0.0) * self.owned
-            part_loads = [(min(rate, max_rate), hours) for rate, hours in remaining_loads]
-            kwh = part.kwh_per_month(part_loads)
+            kwh = part.kwh_per_month([load.up_to(max_rate) for load in remaining_loads])
             if kwh is None:
                 return None
             total_kwh += kwh
-            remaining_loads = [
-                (max(0.0, rate - max_rate), hours) for rate, hours in remaining_loads
-            ]
+            remaining_loads = [load.above(max_rate) for load in remaining_loads]
         return total_kwh
 
 
@@ -266,15 +261,17 @@ def ordered_options(
     question: Question, candidates: Sequence[Candidate], forecast: Forecast
 ) -> list[Option]:
     """Return all options under a forecast, the choice first."""
-    return sorted(
-        _options(question, candidates, forecast),
-        key=lambda option: (
+
+    def rank(option: Option) -> tuple[int, bool, float, int]:
+        """By certainty, then by cost (a known one before an unknown one), then by grade."""
+        return (
             CERTAINTY_ORDER.index(option.certainty),
             option.dollars is None,
             option.dollars or 0.0,
             GRADE_ORDER.index(option.grade),
-        ),
-    )
+        )
+
+    return sorted(_options(question, candidates, forecast), key=rank)
 
 
 def _options(
@@ -299,7 +296,7 @@ def _options(
 
 def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Option:
     """Return the option to serve with the machines that you have and no others."""
-    kwh = machine.kwh_per_month([(load.rate, load.hours) for load in forecast.loads], machine.owned)
+    kwh = machine.kwh_per_month(forecast.loads, machine.owned)
     count = max(0, machine.owned - question.keys.spares)
     served_rate = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
     energy_dollars = (kwh or 0.0) * question.keys.dollars_per_kwh if machine.is_paid else 0.0
@@ -313,7 +310,7 @@ def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Opt
         kwh=kwh,
         energy_unknown=kwh is None and machine.is_paid,
         grade=machine.grade,
-        note=machine.reason or (f"holds {served_rate}" if machine.low else ""),
+        note=machine.reason or (f"serves {served_rate}" if machine.low else ""),
         label=machine.label,
     )
 
@@ -333,8 +330,8 @@ def _with_rented(
     """
     owned = 0 if own is None else own.owned
     own_rate = 0.0 if own is None else (own.low or 0.0) * owned
-    own_loads = [(min(load.rate, own_rate), load.hours) for load in forecast.loads]
-    rented_loads = [(max(0.0, load.rate - own_rate), load.hours) for load in forecast.loads]
+    own_loads = [load.up_to(own_rate) for load in forecast.loads]
+    rented_loads = [load.above(own_rate) for load in forecast.loads]
     spares = question.keys.spares
 
     def rented_count(rate: float, machine_rate: float | None) -> int | None:
@@ -351,16 +348,16 @@ def _with_rented(
     def rent_per_month(machine_rate: float | None) -> float | None:
         """Rent in dollars; None: no number of machines suffices, or their price is not known."""
         machine_hours = 0.0
-        for rate, hours in rented_loads:
-            count = rented_count(rate, machine_rate)
+        for load in rented_loads:
+            count = rented_count(load.rate, machine_rate)
             if count is None:
                 return None
-            machine_hours += count * hours
+            machine_hours += count * load.hours
         if rented.dollars_per_hour is None:
             return None if machine_hours else 0.0
         return rented.dollars_per_hour * machine_hours
 
-    busiest_rented_rate, _ = rented_loads[0]
+    busiest_rented_rate = rented_loads[0].rate
     sure_count = rented_count(busiest_rented_rate, rented.low)
     count = sure_count
     if sure_count is None:

@@ -159,7 +159,9 @@ def crossover_map(
     rates = [rate for lane in lanes for rate in lane.rates]
     if not rates:
         return None
-    kind, width, left = ("narrow", NARROW, NARROW_LEFT) if is_narrow else ("wide", WIDTH, LEFT)
+    kind, width, left = "wide", WIDTH, LEFT
+    if is_narrow:
+        kind, width, left = "narrow", NARROW, NARROW_LEFT
     has_both = len(data.sides) > 1
     if has_both:
         left += SIDE_WIDTH

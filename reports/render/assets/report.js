@@ -11,16 +11,21 @@ const original = new Map();
 for (const element of document.querySelectorAll("#answers [data-cell], #headline, .basis, #map [data-bar]"))
   original.set(element, { html: element.innerHTML, x: element.getAttribute("x"), width: element.getAttribute("width") });
 
-function rate(value, entry, rounded = Math.round) { // in the same words as models/formatting.py
+// A rate in the same words as models/formatting.py writes it: with two significant digits.
+function rate(value, entry, rounded = Math.round) {
   if (value === null) return "not known";
   if (value === 0) return "none";
   const [seconds, unit] = entry.unit;
-  const scaled = value * seconds, digits = Math.max(0, 1 - Math.floor(Math.log10(scaled)));
-  const tolerance = rounded === Math.floor ? 1e-9 : 0; // of a whole number that floating point made a little smaller
-  const step = 10 ** Math.floor(Math.log10(scaled) - 1);
-  if (scaled >= 100) return Math.round(rounded(scaled / step + tolerance) * step).toLocaleString("en") + unit;
-  const places = 10 ** Math.min(digits, 6);
-  return (rounded(scaled * places + tolerance) / places).toFixed(Math.min(digits, 6)) + unit;
+  const scaled = value * seconds;
+  const exponent = Math.floor(Math.log10(scaled)); // 1.8 -> 0, 34 -> 1
+  const tolerance = rounded === Math.floor ? 1e-9 : 0; // floating point may have made a whole number a little smaller
+  if (scaled >= 100) {
+    const step = 10 ** (exponent - 1);
+    return Math.round(rounded(scaled / step + tolerance) * step).toLocaleString("en") + unit;
+  }
+  const decimals = Math.min(Math.max(0, 1 - exponent), 6);
+  const factor = 10 ** decimals;
+  return (rounded(scaled * factor + tolerance) / factor).toFixed(decimals) + unit;
 }
 function inSeconds(value) { return value < 1 ? `${Math.round(value * 1000)} ms` : `${value} s`; }
 
