@@ -37,6 +37,8 @@ _WINDOW_PERIODS = {
 _BEGIN_WHOLE = ("cohere2moe", "smallthinker")
 # Windows that llama.cpp takes whatever the file says, or where it says none.
 _OWN_WINDOWS = {"llama4": 8192, "smallthinker": 4096}
+# Families to which llama.cpp gives windows only with so many layers, whatever the file says.
+_LAYERS_WITH_WINDOWS = {"exaone4": 64}
 
 Shapes = Mapping[str, Sequence[int]]  # of tensors by name, as GGUF has them: columns, rows, experts
 
@@ -112,6 +114,9 @@ def _window(family: str, metadata: Mapping[str, Any], layer: int) -> int | None:
     )
     pattern = metadata.get("attention.sliding_window_pattern", _WINDOW_PERIODS.get(family))
     if not isinstance(window, int) or window <= 0 or pattern is None:
+        return None
+    layer_count = metadata.get("block_count")
+    if _LAYERS_WITH_WINDOWS.get(family, layer_count) != layer_count:
         return None
     if isinstance(pattern, list):
         has_window = bool(pattern[layer]) if layer < len(pattern) else False

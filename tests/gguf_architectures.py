@@ -28,8 +28,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS, INNER = 192, 6, 3, 32, 4, 320
 HYBRIDS = ("granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h", "plamo2")
 LATENT = ("deepseek2", "deepseek32", "kimi-linear", "mistral4")
 WINDOWS = (
-    *("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3n", "llama4", "mimo2"),
-    *("olmo2", "plamo3", "smallthinker"),
+    *("afmoe", "cohere2", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3n", "llama4"),
+    *("mimo2", "olmo2", "plamo3", "smallthinker"),
 )
 # What stays float32 beside vectors, as llama.cpp quantizes.
 WHOLE = re.compile(
