@@ -68,7 +68,9 @@ def state_bytes(metadata: Mapping[str, Any], shapes: Shapes, layers: int) -> int
 def _cached_elements(metadata: Mapping[str, Any], shapes: Shapes, layer: int) -> tuple[int, int]:
     """Return elements of a token's keys and of its values."""
     latent = _rows(shapes, layer, "attn_kv_a_mqa")
-    if latent:  # one vector, of which the values are a part, and the keys of an indexer
+    # One vector, of which the values are a part, and the keys of an indexer. Files of before April
+    # 2025, and PLM, have attn_kv_b in place of attn_k_b: then keys and values of all heads.
+    if latent and _has(shapes, layer, "attn_k_b"):
         return latent + _rows(shapes, layer, "indexer.attn_k"), 0
     if _has(shapes, layer, "ssm_conv1d_q"):  # Kimi's delta attention, whose keys are not cached
         return 0, 0
@@ -76,7 +78,7 @@ def _cached_elements(metadata: Mapping[str, Any], shapes: Shapes, layer: int) ->
     if keys:
         return keys, _rows(shapes, layer, "attn_v") or keys
     is_recurrent = f"blk.{layer}.ssm_conv1d.weight" in shapes  # attn_qkv has another meaning there
-    if not _rows(shapes, layer, "attn_qkv") or is_recurrent:
+    if not (latent or _rows(shapes, layer, "attn_qkv")) or is_recurrent:
         return 0, 0
     heads = _of_layer(metadata.get("attention.head_count", 0), layer)
     kv_heads = _of_layer(metadata.get("attention.head_count_kv", heads), layer)

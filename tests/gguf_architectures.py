@@ -27,6 +27,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS, INNER = 192, 6, 3, 32, 4, 320
 # Layer 1 does not attend.
 HYBRIDS = ("granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "nemotron_h", "plamo2")
 LATENT = ("deepseek2", "deepseek32", "kimi-linear", "mistral4")
+# Latent attention whose keys and values are cached as those of all heads.
+DECOMPRESSED = ("minicpm3", "plm")
 WINDOWS = (
     *("afmoe", "cohere2", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3n", "llama4"),
     *("mimo2", "olmo2", "plamo3", "smallthinker"),
@@ -78,6 +80,8 @@ def _metadata(architecture: str, with_experts: bool) -> Metadata:
     kv_heads: Any = KV_HEADS
     if architecture in LATENT:
         kv_heads = 1
+    if architecture in DECOMPRESSED:
+        kv_heads = HEADS
     if architecture in HYBRIDS:
         heads = [0 if layer == 1 else HEADS for layer in range(LAYERS)]
         kv_heads = [0 if count == 0 else kv_heads for count in heads]

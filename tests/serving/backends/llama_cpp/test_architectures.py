@@ -26,8 +26,30 @@ from tests.serving.backends.llama_cpp.test_families import (
 DENSE = (
     *("arcee", "baichuan", "bloom", "chatglm", "cohere2", "command-r", "ernie4_5", "exaone"),
     *("exaone4", "falcon", "falcon-h1", "gemma", "gemma2", "glm4", "gpt2", "gptneox", "granite"),
-    *("hunyuan-dense", "internlm2", "jamba", "lfm2", "mamba", "minicpm", "mpt", "nemotron"),
-    *("nemotron_h", "olmo", "olmo2", "orion", "phi2", "phi3", "plamo", "plamo2", "plamo3", "qwen"),
+    *(
+        "hunyuan-dense",
+        "internlm2",
+        "jamba",
+        "lfm2",
+        "mamba",
+        "minicpm",
+        "minicpm3",
+        "mpt",
+        "nemotron",
+    ),
+    *(
+        "nemotron_h",
+        "olmo",
+        "olmo2",
+        "orion",
+        "phi2",
+        "phi3",
+        "plamo",
+        "plamo2",
+        "plamo3",
+        "plm",
+        "qwen",
+    ),
     *("qwen2", "seed_oss", "stablelm", "starcoder2", "xverse"),
 )
 MIXTURES = (
