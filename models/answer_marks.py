@@ -1,8 +1,8 @@
-"""How models mark the parts of their answers: reasoning, channels, function calls.
+"""The marks around the parts of an answer: reasoning, channels, function calls.
 
-The chat template shows which dialect a model was trained on. Many of the marks are control tokens,
-which decode to no text; `with_marks` gives those of the model's dialect their text, so that an
-answer can be split at them.
+The chat template shows in which dialect a model marks them. Many marks are control tokens, which
+decode to no text. `with_marks` gives the marks of the model's dialect their text, so that an answer
+can be divided at them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def dialect_of(template: str) -> Dialect:
 
 
 def with_marks(table: list[bytes], tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes of each token, with the text of control tokens that mark answers."""
+    """Return a copy of `table`, the bytes of each token, in which control tokens that are marks
+    have their text."""
     template = tokenizer.chat_template or ""
     marks = {mark for mark in _MARKS[dialect_of(template)] if mark in template}
     table_with_marks = [*table]

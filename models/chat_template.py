@@ -1,11 +1,11 @@
-"""Chat templates: the model's Jinja text in a sandbox with a clock.
+"""Renders chats with the model's Jinja template, in a sandbox with a time limit.
 
-A template is a program from a download. It runs in Jinja's immutable sandbox, set up as
-transformers does, and every iteration of a loop checks its time limit (`CPU_SECONDS`); a harmless
-template may take time quadratic in a request's length. The memory of a hostile one is not bounded.
+A template is a downloaded program. It runs in Jinja's immutable sandbox, set up as in transformers,
+and every iteration of a loop checks the time limit (`CPU_SECONDS`), since even a harmless template
+may take time quadratic in a request's length. The memory of a hostile template is not limited.
 
 Templates differ in what they accept: content as a text or as a list of parts, tool messages, calls
-and their ids, tools. A trial with a marker finds out what a template shows, so that no text of a
+and their ids, tools. Trials with a marker text find out what a template shows, so that no text of a
 request is dropped silently.
 """
 
@@ -30,7 +30,7 @@ from jinja2 import nodes
 
 from crossover.models.errors import BadChat
 
-CPU_SECONDS = 2.0  # the time limit of a rendering thread
+CPU_SECONDS = 2.0  # time limit of one rendering, of the thread's CPU time
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -38,12 +38,14 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_until = threading.local()  # the rendering thread's time at which its template is stopped
+# `seconds`: the thread's CPU time (time.thread_time) at which its template is stopped.
+_deadline = threading.local()
 
-
-# part: one part alone is shown.
+# text, parts: content is shown as a text, or as a list of parts. part: only a list of one part is
+# shown. dropped: messages of this role are accepted, but their content is not shown. refused: they
+# are not accepted.
 ContentForm = Literal["text", "parts", "part", "dropped", "refused"]
-_MARKER = "Q7crossover9Z"  # letters and digits alone, which no template changes
+_MARKER = "Q7crossover9Z"  # only letters and digits, which no template changes
 _SECOND_MARKER = "Q8crossover7Y"
 _CALL = {
     "id": "a1b2c3d4e",  # nine letters and digits, which some templates ask for
@@ -68,8 +70,8 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class AsWritten(str):
-    """JSON that is rendered unchanged: `tojson` adds no quotes, and a template that lists its keys
-    finds none."""
+    """JSON text that is rendered unchanged. `tojson` adds no quotes, and for a template that
+    iterates over its keys it has none."""
 
     def items(self) -> tuple[()]:
         return ()
@@ -128,7 +130,7 @@ class RendersChat:
                 # Some templates mark training targets with {% generation %}; it has no effect here.
                 plain = re.sub(r"({%-?\s*)generation\b", r"\1if true", source)
                 plain = re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", plain)
-                self._compiled[source] = _Leashed().from_string(plain)
+                self._compiled[source] = _TimedSandbox().from_string(plain)
             except (jinja2.TemplateError, RecursionError) as problem:
                 text = f"The model's chat template cannot be compiled: {problem}"
                 raise BadChat(text) from problem
@@ -143,37 +145,35 @@ class RendersChat:
             self.shows_tools(source)
 
     def content_form(self, role: str, source: str) -> ContentForm:
-        """Return the form of content that the template shows for this role: a text or a list of
-        parts; "dropped": neither is shown; "refused": the template rejects this role."""
+        """Return the form in which the template shows the content of messages of this role."""
         key = role, source
         if key not in self._forms:
-            self._forms[key] = self._tried_form(role, source)
+            self._forms[key] = self._find_form(role, source)
         return self._forms[key]
 
-    def _tried_form(self, role: str, source: str) -> ContentForm:
+    def _find_form(self, role: str, source: str) -> ContentForm:
+        """Find the form by rendering a message of this role with markers as its content, as a text
+        and as parts, in each context."""
         form: ContentForm = "refused"
         for before, after in _CONTEXTS.get(role, [([], [])]):
-            for tried_form in ("text", "parts"):
-                wants_parts = tried_form == "parts"
+            for rendered_form in ("text", "parts"):
                 turn: dict[str, Any] = {"role": role, "content": _MARKER}
-                if wants_parts:
+                if rendered_form == "parts":
                     turn["content"] = [_part(_MARKER), _part(_SECOND_MARKER)]
                 if role == "tool":
                     turn |= {"name": "f", "tool_call_id": _CALL["id"]}
-                context_turns = [
-                    [
-                        {**message, "content": _in_form(message["content"], tried_form)}
-                        for message in turns
-                    ]
-                    for turns in (before, after)
+                turns = [
+                    *_with_content_form(before, rendered_form),
+                    turn,
+                    *_with_content_form(after, rendered_form),
                 ]
-                rendered = self._tried([*context_turns[0], turn, *context_turns[1]], source)
+                rendered = self._tried(turns, source)
                 if rendered is None:
-                    if time.thread_time() > _until.seconds:
+                    if time.thread_time() > _deadline.seconds:
                         return form  # another form would take as long
                 elif _MARKER not in rendered:
                     form = "dropped"
-                elif not wants_parts:
+                elif rendered_form == "text":
                     return "text"
                 else:
                     return "parts" if _SECOND_MARKER in rendered else "part"
@@ -189,12 +189,13 @@ class RendersChat:
             return None
 
     def calls_form(self, source: str) -> CallsForm | None:
-        """Return how the template shows earlier calls, by a trial; None: it does not show them."""
+        """Return how the template shows earlier calls; None: it does not show them."""
         if source not in self._calls_forms:
-            self._calls_forms[source] = self._tried_calls(source)
+            self._calls_forms[source] = self._find_calls_form(source)
         return self._calls_forms[source]
 
-    def _tried_calls(self, source: str) -> CallsForm | None:
+    def _find_calls_form(self, source: str) -> CallsForm | None:
+        """Find the form by rendering a call with a marker in its arguments, in each form."""
         user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
         for is_text in (False, True):
             arguments: Any = {"a": _MARKER}
@@ -205,12 +206,12 @@ class RendersChat:
                 for later_turns in ([], [_RESULT]):
                     if _MARKER in (self._tried([user, turn, *later_turns], source) or ""):
                         return CallsForm(is_text, content is None)
-                    if time.thread_time() > _until.seconds:
+                    if time.thread_time() > _deadline.seconds:
                         return None
         return None
 
     def shows_tools(self, source: str) -> bool:
-        """Return whether the template shows tools to the model, by a trial with a marker."""
+        """Return whether the template shows tools to the model."""
         if source not in self._tools_shown:
             user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
             tools = [{"type": "function", "function": _TOOL}]
@@ -247,38 +248,40 @@ class RendersChat:
     def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
         """Check that the template shows the text of every message. Raises BadChat."""
         source = self.template_for(has_tools)
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             role = message["role"]
             if role == "tool" and self.content_form(role, source) in ("dropped", "refused"):
                 role = "user"  # as it is rendered
             if message["content"] and self.content_form(role, source) == "dropped":
                 raise BadChat(
                     f"The model's chat template does not show the content of {role!r} messages "
-                    f"(messages[{place}]), whether it is a text or a list of parts."
+                    f"(messages[{index}]), whether it is a text or a list of parts."
                 )
 
     def _in_forms(self, messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
-        """Return the messages with content in the form that the template shows. A tool's result
-        that it refuses becomes a user message."""
+        """Return the messages with content in the form that the template shows.
+
+        A tool's result that it does not show becomes a user message. It is joined with the user
+        message after it, and with the result before it, since roles may have to alternate.
+        """
         turns: list[dict[str, Any]] = []
-        is_result = False  # the previous message is a tool's result as a user message
-        for place, message in enumerate(messages):
+        follows_result = False  # the previous message is a tool's result as a user message
+        for index, message in enumerate(messages):
             if "content" not in message:
                 turns.append(dict(message))
                 continue
             role, content = message.get("role", ""), message["content"]
             turn: dict[str, Any] = dict(message)
             form = self.content_form(role, source)
-            if role == "user" and place and is_result:  # roles may have to alternate
+            if role == "user" and index and follows_result:
                 content = f"{_joined(turns.pop()['content'])}\n{_joined(content)}"
-            is_result = role == "tool" and form in ("dropped", "refused")
-            if is_result:
-                result = f"<tool_response>\n{_joined(content)}\n</tool_response>"
+            follows_result = role == "tool" and form in ("dropped", "refused")
+            if follows_result:
+                content = f"<tool_response>\n{_joined(content)}\n</tool_response>"
                 form = self.content_form("user", source)
-                turn = {"role": "user", "content": result}
-                if place and messages[place - 1].get("role") == "tool":
-                    result = f"{_joined(turns.pop()['content'])}\n{result}"
-                content = result
+                turn = {"role": "user"}
+                if index and messages[index - 1].get("role") == "tool":
+                    content = f"{_joined(turns.pop()['content'])}\n{content}"
             turn["content"] = _in_form(content, form)
             turns.append(turn)
         return turns
@@ -290,11 +293,12 @@ class RendersChat:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        _until.seconds = time.thread_time() + CPU_SECONDS
+        """Render the template. Raises BadChat."""
+        _deadline.seconds = time.thread_time() + CPU_SECONDS
         all_variables: dict[str, Any] = {
             "tools": None,
             "documents": None,
-            "date_string": time.strftime("%d %b %Y"),  # Llama 3 would say July 2024
+            "date_string": time.strftime("%d %b %Y"),  # the default of Llama 3 is in July 2024
             **self.chat_tokens,
             **variables,
             "messages": list(turns),
@@ -305,12 +309,20 @@ class RendersChat:
             return template.render(all_variables)
         # The template is untrusted code: any error in it is an error response, not a crash.
         except Exception as problem:
-            is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
-            why = f"{problem}" if is_its_own else f"{type(problem).__name__}: {problem}"
+            is_sentence = isinstance(problem, jinja2.TemplateError | BadChat)
+            why = f"{problem}" if is_sentence else f"{type(problem).__name__}: {problem}"
             raise BadChat(f"The model's chat template refuses these messages: {why}") from problem
 
 
+def _with_content_form(
+    turns: Sequence[Mapping[str, Any]], form: ContentForm
+) -> list[dict[str, Any]]:
+    """Return the turns with their content in this form."""
+    return [{**turn, "content": _in_form(turn["content"], form)} for turn in turns]
+
+
 def _joined(content: Any) -> str:
+    """Return content as one text."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
@@ -330,16 +342,17 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _with_empty_parts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the turns with an empty part where they have no parts, for templates that look at the
-    first one; None where all have some."""
+    """Return the turns with an empty part in place of an empty list of parts, for templates that
+    read the first part; None: there is no empty list."""
     if all(turn.get("content") != [] for turn in turns):
         return None
     return [{**turn, "content": turn.get("content") or [_part("")]} for turn in turns]
 
 
 def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the turns with each call and its results by themselves, for templates (Llama 3.1's)
-    that take no calls beside each other; None where there are none."""
+    """Return the turns with one call per assistant message, each followed by its results, for
+    templates such as Llama 3.1's that do not take several calls in one message. None: no message
+    has several calls."""
     if all(len(turn.get("tool_calls") or ()) < 2 for turn in turns):
         return None
     new_turns: list[dict[str, Any]] = []
@@ -353,34 +366,33 @@ def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         results: list[dict[str, Any]] = []
         while remaining and remaining[0].get("role") == "tool":
             results.append(remaining.pop(0))
-        for place, call in enumerate(calls):
-            content = turn.get("content") if place == 0 else _emptied(turn.get("content"))
+        for index, call in enumerate(calls):
+            content = turn.get("content") if index == 0 else _empty_like(turn.get("content"))
             new_turns.append({**turn, "content": content, "tool_calls": [call]})
-            is_last = place == len(calls) - 1
-            call_results = [
-                result for result in results if result.get("tool_call_id") == call.get("id")
-            ]
-            if call.get("id") is None:  # in their order
-                call_results = results[:1]
-            call_results = results if is_last else call_results
-            new_turns += call_results
-            results = [
-                result
-                for result in results
-                if not any(result is call_result for call_result in call_results)
-            ]
+            call_id = call.get("id")
+            if index == len(calls) - 1:
+                own_results = results  # all that are left
+            elif call_id is None:
+                own_results = results[:1]  # results are in the order of the calls
+            else:
+                own_results = [one for one in results if one.get("tool_call_id") == call_id]
+            new_turns += own_results
+            own_objects = {id(result) for result in own_results}
+            results = [result for result in results if id(result) not in own_objects]
     return new_turns
 
 
-def _emptied(content: Any) -> Any:
-    """No content, in the same form."""
+def _empty_like(content: Any) -> Any:
+    """Return empty content of the same type: a text, a list or None."""
     return None if content is None else type(content)()
 
 
 def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the turns with ids of nine letters and digits for their calls, as some templates want
-    them; None where they have such ids already, or no calls. A result without an id is that of the
-    oldest call without one."""
+    """Return the turns with ids of nine letters and digits for their calls, which some templates
+    require; None: they have such ids already, or no calls.
+
+    A result without an id is that of the oldest call without one.
+    """
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
     if all(isinstance(call_id, str) and _SHORT_ID.fullmatch(call_id) for call_id in ids):
@@ -392,15 +404,15 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
     for turn in turns:
         new_turn = dict(turn)
         if calls := turn.get("tool_calls"):
-            new_turn["tool_calls"] = renamed = []
+            new_turn["tool_calls"] = new_calls = []
             for call in calls:
                 count += 1
-                number = f"{count:09d}"
+                short_id = f"{count:09d}"
                 if call.get("id"):
-                    number = short_ids.setdefault(call["id"], number)
+                    short_id = short_ids.setdefault(call["id"], short_id)
                 else:
-                    unanswered.append(number)
-                renamed.append({**call, "id": number})
+                    unanswered.append(short_id)
+                new_calls.append({**call, "id": short_id})
         if turn.get("role") == "tool":
             call_id = turn.get("tool_call_id")
             if call_id:
@@ -412,10 +424,11 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
     return new_turns
 
 
-class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, set up as transformers does, with a clock."""
+class _TimedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, set up as in transformers, with a time limit."""
 
-    intercepted_binops = frozenset({"**"})  # no template needs a power; one can take hours
+    # Powers are refused: no template needs them, and a single one can take hours.
+    intercepted_binops = frozenset({"**"})
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols"]
@@ -428,52 +441,54 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         raise BadChat(f"{operator} is not allowed")
 
     @staticmethod
-    def tick() -> None:
-        if time.thread_time() > _until.seconds:
+    def check_time() -> None:
+        """Raise BadChat if the rendering has taken too long. Every loop calls this."""
+        if time.thread_time() > _deadline.seconds:
             raise BadChat(f"rendering takes more than {CPU_SECONDS:g} s")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _Counted().visit(super()._parse(source, name, filename))
+        tree = _TimeChecks().visit(super()._parse(source, name, filename))
         return tree  # type: ignore[no-any-return]
 
 
-class _Counted(jinja2.visitor.NodeTransformer):
+class _TimeChecks(jinja2.visitor.NodeTransformer):
     """Inserts a check of the time limit into every loop."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+        check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
         return node
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    """As transformers: plain JSON, without the HTML escapes of Jinja's own filter."""
-    written: dict[str, str] = {}
-    marked = _marked(value, written)
+    """Return a value as plain JSON, as in transformers; Jinja's own filter adds HTML escapes."""
+    raw_texts: dict[str, str] = {}
+    marked = _with_marks(value, raw_texts)
     text = json.dumps(marked, ensure_ascii=ensure_ascii, indent=indent, **options)
-    for mark, raw in written.items():
-        text = text.replace(f'"{mark}"', raw)
+    for mark, raw_text in raw_texts.items():
+        text = text.replace(f'"{mark}"', raw_text)
     return text
 
 
-def _marked(value: Any, written: dict[str, str]) -> Any:
-    """Return the value with a mark in the place of each AsWritten in it, which `written` gets."""
+def _with_marks(value: Any, raw_texts: dict[str, str]) -> Any:
+    """Return the value with a unique mark in place of each AsWritten in it. Adds mark -> text to
+    `raw_texts`."""
     if isinstance(value, AsWritten):
         mark = f"as-written-{secrets.token_hex(8)}"
-        written[mark] = str(value)
+        raw_texts[mark] = str(value)
         return mark
     if isinstance(value, list | tuple):
-        return [_marked(item, written) for item in value]
+        return [_with_marks(item, raw_texts) for item in value]
     if isinstance(value, dict):
-        return {key: _marked(item, written) for key, item in value.items()}
+        return {key: _with_marks(item, raw_texts) for key, item in value.items()}
     return value
 
 
 def _items(value: Any) -> Any:
-    """Jinja's filter, which takes only mappings."""
+    """Jinja's filter `items`, for AsWritten too: the original takes only mappings."""
     return value.items() if isinstance(value, AsWritten) else jinja2.filters.do_items(value)
 
 

@@ -1,7 +1,7 @@
-"""Runs work in child processes: their memory is returned, and a crash ends only the child.
+"""Runs work in child processes, so that their memory is freed and a crash ends only the child.
 
-run_aside("crossover.models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
-ran = run_python("-m", "crossover.serving.hardware.gpus", "nvml", timeout_seconds=10)
+run_in_child("crossover.models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
+result = run_python("-m", "crossover.serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in and inherits no secrets, because it may parse or
 run untrusted data.
@@ -28,8 +28,9 @@ import crossover
 from crossover.models.errors import ModelError
 
 PACKAGE_ROOT = Path(crossover.__file__).resolve().parents[1]
-STOP_SECONDS = 5.0  # that a child may take to clean up after SIGINT
-# Variables with such a word in their name, or a URL with a password as their value, are secrets.
+STOP_SECONDS = 5.0  # maximum time that a child takes to clean up after SIGINT
+# Variables with one of these words in their name, or a URL with a password as their value, are
+# secrets.
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)",
     re.IGNORECASE,
@@ -49,9 +50,10 @@ def start_python(
     secrets: bool = False,
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python of this environment in a session of its own. `options` are those of Popen.
+    """Start this Python interpreter with some arguments, as a child in its own session.
 
-    `secrets`: the child needs API keys and inherits the variables of SECRET_NAME.
+    `environment`: additional variables. `secrets`: the child needs API keys, so it inherits the
+    variables that SECRET_NAME and SECRET_VALUE match. `options`: those of Popen.
     """
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL} | options
     variables = {
@@ -60,18 +62,18 @@ def start_python(
         if secrets or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
     variables |= python_variables() | dict(environment or {})
-    # A session of its own: Ctrl-C in the terminal is the parent's to handle.
+    # In its own session, so that Ctrl-C in the terminal reaches only the parent.
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
     )
 
 
-class Ran(NamedTuple):
-    """How a child ended. `status` is None if it was killed at its time limit."""
+class ChildResult(NamedTuple):
+    """How a child ended."""
 
-    status: int | None
-    output: bytes
-    error: str
+    status: int | None  # exit status; None: it was killed at its time limit
+    output: bytes  # standard output
+    error: str  # standard error
 
     @property
     def reason(self) -> str:
@@ -88,32 +90,37 @@ def run_python(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float | None = None,
-) -> Ran:
-    """Run a Python to its end; kill it and everything it started at the time limit."""
+) -> ChildResult:
+    """Run this Python interpreter with some arguments until it ends. At the time limit, kill it and
+    everything that it started."""
     child = start_python(
         *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         output, error = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        return Ran(None, b"", "")
+        return ChildResult(None, b"", "")
     finally:
         _kill(child)
-    return Ran(child.returncode, output, error.decode(errors="replace"))
+    return ChildResult(child.returncode, output, error.decode(errors="replace"))
 
 
-def run_aside(
+def run_in_child(
     function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
 ) -> None:
-    """Call "module:name" in a new interpreter and report its progress; its result is discarded.
+    """Call a function, "module:name", in a new interpreter and discard its result.
 
-    Raises errors of crossover.models.errors unchanged, and ModelError with its last output for a
-    dead child.
+    The function also gets `progress`, which calls this one in the parent. Raises the ModelErrors of
+    the function unchanged. If the child dies, raises ModelError with its last line of output.
     """
     with tempfile.TemporaryFile() as error_output:
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         child = start_python(
-            "-m", "crossover.models.child_process", function, stderr=error_output, **pipes
+            "-m",
+            "crossover.models.child_process",
+            function,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=error_output,
         )
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -123,11 +130,8 @@ def run_aside(
                 kind, text, fraction = msgspec.json.decode(line, type=tuple[str, str, float | None])
                 if kind == "done":
                     return
-                if kind != "progress":
-                    error_types = {
-                        error_type.__name__: error_type
-                        for error_type in ModelError.__subclasses__()
-                    }
+                if kind != "progress":  # the name of an error
+                    error_types = {error.__name__: error for error in ModelError.__subclasses__()}
                     raise error_types.get(kind, ModelError)(text)
                 if progress:
                     progress(text, fraction)
@@ -139,9 +143,10 @@ def run_aside(
                 child.wait(STOP_SECONDS)
             _kill(child)
         error_output.seek(0)
-        ran = Ran(child.returncode, b"", error_output.read()[-4096:].decode(errors="replace"))
-    why = "most likely out of memory" if ran.status == -signal.SIGKILL else ran.reason
-    raise ModelError(f"{function.replace(':', '.')} died with status {ran.status}: {why}")
+        error_text = error_output.read()[-4096:].decode(errors="replace")
+        result = ChildResult(child.returncode, b"", error_text)
+    why = "most likely out of memory" if result.status == -signal.SIGKILL else result.reason
+    raise ModelError(f"{function.replace(':', '.')} died with status {result.status}: {why}")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -156,21 +161,25 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _child(function: str) -> None:
+    """Call the function in this process, a child, and send its progress and end to the parent.
+
+    Arguments are pickled, since the parent is trusted. Messages to the parent are JSON, since the
+    child is not.
+    """
     out = os.dup(1)
     os.dup2(2, 1)  # output of libraries must not mix with the messages to the parent
 
-    def say(kind: str, text: str = "", fraction: float | None = None) -> None:
+    def send(kind: str, text: str = "", fraction: float | None = None) -> None:
         os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")
 
-    # A parent pickles for its child; what the child says is JSON.
     args, kwargs = pickle.load(sys.stdin.buffer)  # noqa: S301  # of the parent, over a pipe
     module, _, name = function.partition(":")
     try:
         work = getattr(importlib.import_module(module), name)
-        work(*args, **kwargs, progress=lambda what, fraction: say("progress", what, fraction))
-        say("done")
+        work(*args, **kwargs, progress=lambda what, fraction: send("progress", what, fraction))
+        send("done")
     except ModelError as problem:
-        say(type(problem).__name__, str(problem))
+        send(type(problem).__name__, str(problem))
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 

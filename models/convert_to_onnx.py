@@ -43,7 +43,7 @@ from crossover.models.machine_limits import int8_bits
 from crossover.models.model_families import FAMILIES
 from crossover.models.model_spec import ModelSpec
 from crossover.models.random_weights import GENERATOR, Weights, as_bytes, write_texts
-from crossover.models.rotated_weights import BLOCK, Turned, rotations
+from crossover.models.rotated_weights import BLOCK, RotatedRows, rotary_angles
 from crossover.models.safetensors_reader import (
     EMBEDDING,
     HEAD,
@@ -56,7 +56,7 @@ from crossover.models.weights_manifest import (
     Manifest,
     Progress,
     atomic_folder,
-    converter,
+    onnx_generator,
     read_manifest,
     write_manifest,
 )
@@ -88,25 +88,26 @@ def make_onnx(
 
     Raises UnsupportedModel, BrokenWeights.
     """
-    say = progress or (lambda what, fraction: None)
+    report = progress or (lambda what, fraction: None)
     config, source_manifest = read_config(source), read_manifest(source)
     seed = None if source_manifest is None else source_manifest.seed
-    is_foreign = config.get("model_type") not in FAMILIES
-    spec = spec or (foreign_spec if is_foreign else spec_of)(config, source.name)
+    is_foreign = config.get("model_type") not in FAMILIES  # exported by optimum
+    if spec is None:
+        spec = foreign_spec(config, source.name) if is_foreign else spec_of(config, source.name)
     with atomic_folder(target) as folder:
         for name in TEXTS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         (folder / "config.json").write_bytes(msgspec.json.encode(v4_config(config)))
         if is_foreign:
-            export_graph(source, folder, weight_format, say)
+            export_graph(source, folder, weight_format, report)
         else:
             check_tensors(source, spec)
             rows = stored_rows(source, spec)
             if weight_format == "int8" and seed is None:
-                rows = Turned(spec, rows, source)
-            _write_graph(spec, rows, folder, weight_format, say)
-        generator = converter(weight_format)
+                rows = RotatedRows(spec, rows, source)
+            _write_graph(spec, rows, folder, weight_format, report)
+        generator = onnx_generator(weight_format)
         write_manifest(folder, Manifest("onnx", spec, weight_format, source.name, generator, seed))
     return target
 
@@ -116,21 +117,21 @@ def make_random_onnx(
 ) -> Path:
     """Write the ONNX folder `target` with seeded random weights and the same graph as trained
     weights would have. An existing folder is replaced as a whole. Return `target`."""
-    say = progress or (lambda what, fraction: None)
+    report = progress or (lambda what, fraction: None)
     with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
-        _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, say)
-        generator = f"{converter(weight_format)}, {GENERATOR}"
+        _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, report)
+        generator = f"{onnx_generator(weight_format)}, {GENERATOR}"
         write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", generator, 0))
     return target
 
 
 def _write_graph(
-    spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
+    spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, progress: Progress
 ) -> None:
     """Write the files GRAPH and DATA in the folder."""
     with (folder / DATA).open("wb") as out, ThreadPoolExecutor(THREADS) as pool:
-        writer = GraphWriter(spec, rows, out, pool, weight_format, say)
+        writer = GraphWriter(spec, rows, out, pool, weight_format, progress)
         (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
 
 
@@ -146,7 +147,7 @@ class GraphWriter:
     file: BinaryIO
     pool: ThreadPoolExecutor
     format: str
-    say: Progress
+    progress: Progress
 
     def __post_init__(self) -> None:
         self.max_int8 = np.float32(127 if int8_bits() == 8 else 64)  # the largest int8 weight
@@ -413,7 +414,8 @@ class GraphWriter:
         x, added = self.embed(), ""
         for layer in range(self.spec.layers):
             path = f"model.layers.{layer}"
-            self.say(f"writing layer {layer + 1} of {self.spec.layers}", layer / self.spec.layers)
+            done_share = layer / self.spec.layers
+            self.progress(f"writing layer {layer + 1} of {self.spec.layers}", done_share)
             y, x = self.norm(x, f"{path}.in", f"{path}.input_layernorm.weight", added)
             added = self.attention(y, layer)
             source = f"{path}.post_attention_layernorm.weight"
@@ -434,7 +436,7 @@ class GraphWriter:
     def _settings(self) -> None:
         """Add the small constants, the rotary embeddings, and each row's length from the mask."""
         spec = self.spec
-        cos, sin = rotations(spec, spec.context)
+        cos, sin = rotary_angles(spec, spec.context)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
         constants: dict[str, npt.NDArray[Any]] = {
             "cos_cache": cos,

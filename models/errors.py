@@ -25,14 +25,14 @@ class BrokenWeights(ModelError):
 
 
 @contextlib.contextmanager
-def files_in_words(name: str) -> Iterator[None]:
+def os_errors_as_model_errors(name: str) -> Iterator[None]:
     """Turn an OSError of the block, such as a folder without permission, into a ModelError."""
     try:
         yield
     except OSError as problem:
-        place = problem.filename or name
+        path = problem.filename or name
         raise ModelError(
-            f"{printable(str(place))!r} cannot be used: {problem.strerror or problem}"
+            f"{printable(str(path))!r} cannot be used: {problem.strerror or problem}"
         ) from problem
 
 
@@ -41,15 +41,16 @@ class BadChat(ModelError):
 
 
 def printable(text: str) -> str:
-    """Return the text of a server or file without the control characters a terminal obeys."""
+    """Return the text of a server or file with its control characters replaced, since a terminal
+    would obey them."""
     return "".join(c if c.isprintable() or c in "\n\t\xa0\u202f" else "\ufffd" for c in text)
 
 
 def as_sentence(message: str) -> str:
     """Return the message with a full stop at its end, unless it ends a sentence already.
 
-    Messages are raised without one where another message may quote them; the edge that shows a
-    message to a person (command line, HTTP) adds it.
+    Messages are raised without a full stop if another message may quote them. The command line and
+    HTTP, which show a message to a person, add it.
     """
     text = message.rstrip()
     return text if not text or text[-1] in ".!?:" else f"{text}."

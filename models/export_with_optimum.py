@@ -2,10 +2,10 @@
 
     export_graph(Path("gpt2"), Path("gpt2-int8"), "int8", say)
 
-optimum exports the float32 graph with a growing `past_key_values` and quantises it: dynamic int8,
-products with stored matrices only. It runs in a child process, offline. It needs some 17 bytes
-of memory a parameter. One scale serves a whole step of activations, so a row's logits depend on
-the other rows of the batch.
+optimum exports a float32 graph whose `past_key_values` grow with each step. For int8, the products
+with weights are then quantized dynamically. Since all activations of a step share one scale, the
+logits of a row depend on the other rows of the batch. The export runs in a child process without
+network access, and needs some 17 bytes of memory per parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from crossover.models.child_process import run_aside
+from crossover.models.child_process import run_in_child
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
 from crossover.models.hf_config import check_dense, read_config
 from crossover.models.machine_limits import int8_bits
@@ -28,18 +28,18 @@ MODEL = "model.onnx"
 
 
 def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
-    """Return the sizes of an architecture that is exported by optimum; its other parts stay
-    unknown.
+    """Return the sizes of an architecture that optimum exports. The other fields of the shape are
+    not known.
 
-    Raises UnsupportedModel naming what config.json lacks.
+    Raises UnsupportedModel, which names the key that config.json lacks.
     """
 
     check_dense(config, name)
 
-    def size(*names: str) -> int:
-        """By transformers' name, or what older architectures call it."""
-        value = next((config[one] for one in names if config.get(one) is not None), None)
-        return whole_number(value, name, names[0])
+    def size(key: str, older_key: str = "") -> int:
+        """Return the value of a key, or else of the one that older architectures have."""
+        value = config.get(key)
+        return whole_number(config.get(older_key) if value is None else value, name, key)
 
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(
@@ -58,40 +58,46 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
     )
 
 
-def export_graph(source: Path, folder: Path, weight_format: str, say: Progress) -> None:
-    """Write the graph of a Hugging Face folder into `folder`, which has its texts.
+def export_graph(source: Path, folder: Path, weight_format: str, progress: Progress) -> None:
+    """Write the graph of the Hugging Face folder `source` into `folder`, which has its texts
+    already.
 
-    Raises UnsupportedModel (a format that optimum does not make, optimum is not there),
+    Raises UnsupportedModel if optimum is not installed or does not make this format,
     BrokenWeights.
     """
     family = read_config(source).get("model_type")
-    what = f"{source.name} is of architecture {family!r}, which optimum"
+    architecture = f"{source.name} is of architecture {family!r}"
     if weight_format not in ("fp32", "int8"):
-        raise UnsupportedModel(f"{what} exports only to fp32 or int8, not to {weight_format}")
+        raise UnsupportedModel(
+            f"{architecture}, which optimum exports only to fp32 or int8, not to {weight_format}"
+        )
     if importlib.util.find_spec("optimum") is None:
-        install = "pip install 'llm-crossover[optimum]'"
-        raise UnsupportedModel(f"{what} must export. Install it: {install}")
-    read_tensors(source)  # no pickles
-    say("exporting with optimum", None)
+        raise UnsupportedModel(
+            f"{architecture}, which optimum must export. Install it: "
+            "pip install 'llm-crossover[optimum]'"
+        )
+    read_tensors(source)  # raises an error unless the weights are safetensors, which run no code
+    progress("exporting with optimum", None)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        # A folder with the weights of `source` and the config.json of `folder`, in which keys that
+        # name code are left out.
         staged = Path(scratch, "source")
         staged.mkdir()
-        # config.json of `folder`: without keys that name code
         weights = [source / name for name in (*weight_files(source), INDEX)]
         weights = [file for file in weights if file.is_file()]
         for file in (*folder.glob("*.*"), *weights, *source.glob("*.txt")):
             (staged / file.name).symlink_to(file.resolve())
-        try:  # in a child: its memory is freed, its output kept off ours
-            run_aside(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
+        try:
+            run_in_child(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
         except ModelError as problem:
             why = f"optimum could not export {source.name}: {problem}"
             raise BrokenWeights(why) from problem
-        for made in Path(scratch, weight_format).glob(f"{MODEL}*"):
-            made.rename(folder / made.name)
+        for graph_file in Path(scratch, weight_format).glob(f"{MODEL}*"):
+            graph_file.rename(folder / graph_file.name)
 
 
 def _export(source: Path, scratch: Path, weight_format: str, progress: object = None) -> None:
-    """The graph in scratch/fp32, and where it is wanted in scratch/int8."""
+    """Write the graph to scratch/fp32 and, for int8, the quantized one to scratch/int8."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from onnxruntime.quantization import quantize_dynamic
     from optimum.exporters.onnx import main_export
@@ -102,11 +108,13 @@ def _export(source: Path, scratch: Path, weight_format: str, progress: object = 
     if weight_format == "int8":
         (scratch / "int8").mkdir()
         quantize_dynamic(
-            *(scratch / "fp32" / MODEL, scratch / "int8" / MODEL),
+            scratch / "fp32" / MODEL,
+            scratch / "int8" / MODEL,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],
             per_channel=True,
             reduce_range=int8_bits() == 7,
             use_external_data_format=True,
-            # Not queries x keys, positions x frequencies: 8 bits cannot hold those.
+            # Only products with weights. Others, such as queries x keys and positions x
+            # frequencies, lose too much precision in 8 bits.
             extra_options={"MatMulConstBOnly": True},
         )

@@ -1,4 +1,4 @@
-"""The one formatter: numbers in base units in, text for people out.
+"""Formats numbers for people. All functions take base units, such as seconds and bytes.
 
     >>> seconds(0.0834), seconds(2.0), seconds(None)
     ('83 ms', '2.0 s', 'not measured')
@@ -7,9 +7,12 @@
     >>> rate(0.57), rate(5.65, rounded="down"), size(1288490189)
     ('34 a minute', '5.6/s', '1.2 GiB')
 
-Two significant digits by default, three where a figure is read against a limit. An estimate is
-rounded to the nearest; a bound stays one: what is held and the low end of an interval are rounded
-down, the high end up. Missing is NOT_MEASURED, never 0.
+Numbers have two significant digits by default, and three where they are compared with a limit.
+Estimates are rounded to the nearest number. Bounds stay bounds: a confirmed rate and the low end of
+an interval are rounded down, the high end up. A missing value is NOT_MEASURED, never 0.
+
+`like`, in functions for rates, is another rate: the unit in which people read that one is used, so
+that numbers beside each other have the same unit. None: the unit that suits the value itself.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ _ROUNDING = {"nearest": ROUND_HALF_UP, "down": ROUND_FLOOR, "up": ROUND_CEILING}
 def significant(
     value: float, digits: int = 2, rounded: Rounding = "nearest", whole: bool = True
 ) -> str:
-    """Decimal notation with that many significant digits: 12, 0.12; `whole`: or as many as the
-    integer part has, 1,234."""
+    """Return a number in decimal notation with so many significant digits: 12, 0.12. With `whole`
+    it has all digits of its integer part: 1,234."""
     if value == 0:
         return "0"
     if not math.isfinite(value):
         raise ValueError(f"{value} is no measured number")
-    exact = Decimal(f"{value:.10g}")  # 0.07 x 60 is 4.2
+    exact = Decimal(f"{value:.10g}")  # without the error of floats: 0.07 x 60 is 4.2
     digits_kept = max(digits, exact.adjusted() + 1) if whole else digits
     rounded_value = Context(digits_kept, _ROUNDING[rounded]).plus(exact)
     decimals = max(0, digits - 1 - rounded_value.adjusted())  # 0.0999 becomes 0.10, not 0.100
@@ -44,7 +47,7 @@ def significant(
 
 
 def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
-    """Return a time in µs, ms, s (up to two minutes), min or h; infinite: never."""
+    """Return a time in µs, ms, s (up to two minutes), min or h; "never" if it is infinite."""
     if value is None:
         return missing
     if math.isinf(value):
@@ -87,24 +90,22 @@ def rate(
     rounded: Rounding = "nearest",
     like: float | None = None,
 ) -> str:
-    """Requests per second, minute or hour: `1.8/s`, `34 a minute`, `160 an hour`.
-
-    `like`: in the unit of this rate, so that two can be compared.
-    """
+    """Return a rate in requests per second, minute or hour: `1.8/s`, `34 a minute`, `160 an
+    hour`."""
     if value is None:
         return NOT_MEASURED
-    times, unit = rate_unit(like or value)
-    # 160 an hour, not 159: a slow rate has as many digits as any other.
-    return f"{significant(value * times, digits, rounded, unit == '/s')}{unit}"
+    unit_seconds, unit = rate_unit(like or value)
+    # Only rates per second keep all digits of their integer part: 160 an hour, not 159.
+    return f"{significant(value * unit_seconds, digits, rounded, unit == '/s')}{unit}"
 
 
 def of_requests(rate_text: str) -> str:
-    """`1.8/s` -> `1.8 requests/s`, `34 a minute` -> `34 requests a minute`."""
+    """Insert the word: `1.8/s` -> `1.8 requests/s`, `34 a minute` -> `34 requests a minute`."""
     return re.sub("(/s| a minute| an hour)", r" requests\1", rate_text, count=1)
 
 
 def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
-    """`1.8 requests/s`, `34 requests a minute`."""
+    """Return a rate with its word: `1.8 requests/s`, `34 requests a minute`."""
     return of_requests(rate(value, digits, rounded))
 
 
@@ -118,33 +119,36 @@ def load(
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
-    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
+    """Return `1.7–2.4/s`, or `above 43 a minute` if one end is open. Without `like`, the unit suits
+    the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
-    unit = like or high or low
+    unit_rate = like or high or low
+    low_text, high_text = rate(low, 2, "down", unit_rate), rate(high, 2, "up", unit_rate)
     if low is None:
-        return f"below {rate(high, 2, 'up', unit)}"
-    least = rate(low, 2, "down", unit)
+        return f"below {high_text}"
     if high is None:
-        return f"above {least}"
-    return f"{least.removesuffix(rate_unit(unit)[1])}–{rate(high, 2, 'up', unit)}"
+        return f"above {low_text}"
+    _, unit = rate_unit(unit_rate)
+    return f"{low_text.removesuffix(unit)}–{high_text}"
 
 
 def rate_with_interval(
     value: float | None, low: float | None, high: float | None, like: float | None = None
 ) -> str:
-    """`1.8/s (1.7–1.9)`; with one end open `above 1.7/s`. `like`: see `rate`."""
+    """Return `1.8/s (1.7–1.9)`, or `above 1.7/s` if one end is open."""
     if low is None and high is None:
         return rate(value)
     if value is None or low is None or high is None:
         return rate_interval(low, high, like)
-    unit = like or value
-    ends = rate_interval(low, high, unit).removesuffix(rate_unit(unit)[1])
+    unit_rate = like or value
+    _, unit = rate_unit(unit_rate)
+    ends = rate_interval(low, high, unit_rate).removesuffix(unit)
     return f"{rate(value, like=like)} ({ends})"
 
 
 def size(size_bytes: float | None, digits: int = 3) -> str:
-    """Return a number of bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB; or with more."""
+    """Return a number of bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB."""
     if size_bytes is None:
         return NOT_MEASURED
     value = float(size_bytes)

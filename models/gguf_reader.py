@@ -1,10 +1,10 @@
-"""Read a GGUF header without loading the file: metadata, tensor table, ModelSpec.
+"""Reads the header of a GGUF file without loading it: metadata, tensor table, ModelSpec.
 
     header = read_header(Path("model.gguf"))
     header.spec("model").parameters, header.weight_format     # (134515008, 'Q4_0')
 
-A model that gguf-split has cut into several files (`x-00001-of-00003.gguf`) is read whole, by the
-name of any part. Every tensor must lie within its file, else BrokenWeights.
+A model that gguf-split has divided into several files (`x-00001-of-00003.gguf`) is read as a whole,
+by the name of any part. If a tensor does not lie within its file, BrokenWeights is raised.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.gguf_layers import cached_layers, state_bytes
 from crossover.models.model_spec import Experts, ModelSpec, whole_number
 
-MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's and come back empty
+MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's, and are read as empty ones
 MAX_PARTS = 1000
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
 
 
 def is_gguf_file(path: Path) -> bool:
-    """Return whether a file begins as a GGUF file does, whatever its name."""
+    """Return whether a file begins like a GGUF file, whatever its name is."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -38,28 +38,28 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the file names of all parts of a split model, the first one first; of any other file,
-    its own name. A path or a name on the hub keeps its folders."""
+    """Return the names of all parts of a split model, in order, if `name` is one of them; otherwise
+    only `name`. It may be a path or a name on the hub, whose folders are kept."""
     folder, slash, file = name.rpartition("/")
     match = _PART.fullmatch(file)
     if match is None or not 1 <= int(match["count"]) <= MAX_PARTS:
         return [name]
     count = int(match["count"])
-    numbered = (f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
-    return [f"{folder}{slash}{one}" for one in numbered]
+    stem = f"{folder}{slash}{match['stem']}"
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 def model_name(path: Path) -> str:
-    """Return what a file's model is called: the file's name without suffix and number of its
+    """Return the name of a file's model: the file's name without its suffix and the number of a
     part."""
     match = _PART.fullmatch(path.name)
     return match["stem"] if match is not None else path.stem
 
 
 class GgufHeader(NamedTuple):
-    """Metadata (long arrays left out) and tensors of a GGUF model, whose files hold them all."""
+    """The metadata (without long arrays) and the tensors of a GGUF model, from all its files."""
 
-    files: tuple[Path, ...]  # the parts of a split model in order; llama.cpp is given the first
+    files: tuple[Path, ...]  # the parts of a split model, in order; llama.cpp loads the first
     metadata: dict[str, Any]
     tensors: dict[str, ReaderTensor]
 
@@ -69,11 +69,11 @@ class GgufHeader(NamedTuple):
 
     @property
     def weight_format(self) -> str:
-        """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type of the largest tensor."""
+        """llama.cpp's name of the file type ("Q4_K_M"), or else the type of the largest tensor."""
         with suppress(ValueError):
             kind = str(LlamaFileType(self.metadata.get("general.file_type")).name)
             return kind.removeprefix("ALL_").removeprefix("MOSTLY_")
-        largest = max(self.tensors.values(), key=lambda one: int(one.n_bytes))
+        largest = max(self.tensors.values(), key=lambda tensor: int(tensor.n_bytes))
         return str(largest.tensor_type.name)
 
     @property
@@ -83,7 +83,7 @@ class GgufHeader(NamedTuple):
 
     @property
     def own_metadata(self) -> dict[str, Any]:
-        """Return the keys of the architecture, without its name."""
+        """The keys of the architecture, without its name in front."""
         start = f"{self.family}."
         return {
             key.removeprefix(start): value
@@ -92,51 +92,54 @@ class GgufHeader(NamedTuple):
         }
 
     def spec(self, name: str) -> ModelSpec:
-        """Return the model's sizes, as far as serving it with llama.cpp needs them. Whether
-        llama.cpp can load the file, only llama.cpp knows (models.gguf_trial).
+        """Return the model's shape, as far as it is needed to serve the model with llama.cpp. It
+        does not tell whether llama.cpp can load the file; only trying it does.
 
-        Raises UnsupportedModel (no text comes out of it), BrokenWeights.
+        Raises UnsupportedModel if the model does not generate text, BrokenWeights.
         """
         self.check_generates_text(name)
         family, keys = self.family, self.own_metadata
 
-        def count(key: str, default: int | None = None, least: int = 1) -> int:
+        def count(key: str, default: int | None = None, minimum: int = 1) -> int:
             value = keys.get(key, default)
             if isinstance(value, list):
                 value = max(value, default=0)  # one for each layer
-            max_value = 10_000 if key == "block_count" else 1 << 31
-            return whole_number(value, name, f"{family}.{key}", max_value, least)
+            maximum = 10_000 if key == "block_count" else 1 << 31
+            return whole_number(value, name, f"{family}.{key}", maximum, minimum)
 
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
-        layers, hidden = count("block_count"), count("embedding_length")
-        layers -= min(layers - 1, count("nextn_predict_layers", 0, least=0))  # they only draft
-        heads = count("attention.head_count", 0, least=0)  # 0: no layer attends (Mamba, RWKV)
-        key_dim = count("attention.key_length", hidden // heads if heads else 0, least=0)
-        value_dim = count("attention.value_length", key_dim, least=0)
-        shapes = {tensor.name: tensor.shape.tolist() for tensor in self.tensors.values()}
+        all_layers, hidden = count("block_count"), count("embedding_length")
+        # Some layers only draft tokens for speculative decoding.
+        draft_layers = min(all_layers - 1, count("nextn_predict_layers", 0, minimum=0))
+        layers = all_layers - draft_layers
+        heads = count("attention.head_count", 0, minimum=0)  # 0: no attention (Mamba, RWKV)
+        key_dim = count("attention.key_length", hidden // heads if heads else 0, minimum=0)
+        value_dim = count("attention.value_length", key_dim, minimum=0)
+        tensors = self.tensors.values()
+        shapes = {tensor.name: tensor.shape.tolist() for tensor in tensors}
         is_tied = "output.weight" not in self.tensors
+        idle_tensors = [tensor for tensor in tensors if _is_idle(tensor.name, layers, is_tied)]
         return ModelSpec(
             name=name,
             family=family,
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=count("attention.head_count_kv", heads, least=0),
+            kv_heads=count("attention.head_count_kv", heads, minimum=0),
             head_dim=(key_dim + value_dim + 1) // 2,
-            intermediate=count("feed_forward_length", 4 * hidden, least=0),
+            intermediate=count("feed_forward_length", 4 * hidden, minimum=0),
             vocabulary=int(embedding.shape[1]),
             context=count("context_length"),
             tied=is_tied,
             rope_theta=float(keys.get("rope.freq_base", 10_000.0)),
-            counted_parameters=sum(int(tensor.n_elements) for tensor in self.tensors.values()),
-            idle_parameters=sum(
-                int(tensor.n_elements)
-                for tensor in self.tensors.values()
-                if _is_idle(tensor.name, layers, is_tied)
+            counted_parameters=sum(int(tensor.n_elements) for tensor in tensors),
+            idle_parameters=sum(int(tensor.n_elements) for tensor in idle_tensors),
+            experts=self._experts(
+                count=count("expert_count", 0, minimum=0),
+                used=count("expert_used_count", 0, minimum=0),
             ),
-            experts=self._experts(count),
             cached_layers=cached_layers(family, keys, shapes, layers),
             state_bytes_per_slot=state_bytes(keys, shapes, layers),
         )
@@ -172,24 +175,25 @@ class GgufHeader(NamedTuple):
                 f"{name} is a GGUF file of the architecture {family!r}, which generates no text"
             )
 
-    def _experts(self, count: Any) -> Experts | None:
-        """None: a dense model."""
+    def _experts(self, count: int, used: int) -> Experts | None:
+        """Return the experts with their sizes; None: a dense model. `count`, `used`: see
+        Routing."""
         tensors = [
             tensor for tensor in self.tensors.values() if re.search(r"_(ch)?exps\.", tensor.name)
         ]
-        experts, used = count("expert_count", 0, least=0), count("expert_used_count", 0, least=0)
-        if not (tensors and experts and used):
+        if not (tensors and count and used):
             return None
         return Experts(
-            count=experts,
-            used=min(used, experts),
+            count=count,
+            used=min(used, count),
             parameters=sum(int(tensor.n_elements) for tensor in tensors),
             weight_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
         )
 
 
 def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
-    """Return whether a pass multiplies with nothing of a tensor but single rows."""
+    """Return whether no token is multiplied with a tensor: embeddings, of which single rows are
+    read, and the layers after the first `layers`, which only draft."""
     if tensor == "token_embd.weight":
         return not is_tied
     if tensor.startswith("blk."):
@@ -200,7 +204,7 @@ def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file, or of all parts of a split model.
 
-    Raises BrokenWeights (no GGUF, damaged, cut off, a part is missing).
+    Raises BrokenWeights if it is not a GGUF file, is damaged or truncated, or lacks a part.
     """
     files = [Path(name) for name in part_names(str(path))]
     for number, file in enumerate(files, 1):
@@ -217,15 +221,15 @@ def read_header(path: Path) -> GgufHeader:
             f"{path.name} is one of {parts} files of a model by its header, but not by its name. "
             f"llama.cpp finds the other parts only by names such as x-00001-of-{parts:05}.gguf."
         )
-    for number, (part_metadata, _) in enumerate(contents):
-        if len(files) > 1 and (part_metadata.get("split.count"), part_metadata.get("split.no")) != (
-            parts,
-            number,
-        ):
-            raise BrokenWeights(
-                f"The name of {files[number].name} is wrong: its header says that it is part "
-                f"{part_metadata.get('split.no', 0) + 1} of {part_metadata.get('split.count', 1)}"
-            )
+    if len(files) > 1:
+        for index, (part_metadata, _) in enumerate(contents):
+            count, own_index = part_metadata.get("split.count"), part_metadata.get("split.no")
+            if (count, own_index) != (parts, index):
+                raise BrokenWeights(
+                    f"The name of {files[index].name} is wrong: its header says that it is part "
+                    f"{part_metadata.get('split.no', 0) + 1} of "
+                    f"{part_metadata.get('split.count', 1)}"
+                )
     tensors = {tensor.name: tensor for _, part_tensors in contents for tensor in part_tensors}
     total = metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
@@ -234,28 +238,34 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
-    broken = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)
+    """Return the metadata and the tensors of one file. Raises BrokenWeights."""
+    # What the gguf package raises for damaged files.
+    errors = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)
     try:
         reader = _Reader(path)
         return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
-    except broken as problem:
+    except errors as problem:
         raise BrokenWeights(
             f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"
         ) from problem
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # shipped without types
-    """The gguf package's, which takes seconds for a vocabulary of 128,000: that is skipped here."""
+    """The gguf package's reader, which takes seconds for a vocabulary of 128,000 tokens. This one
+    skips arrays that are longer than MAX_ARRAY."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type == GGUFValueType.ARRAY:
-            of, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            # An array is a uint32 with the type of its values, a uint64 with their number, and the
+            # values. A string is a uint64 with its length, and its bytes.
+            value_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
             if count > MAX_ARRAY:
-                at = orig_offs + 12
-                if of in self.gguf_scalar_to_np:
-                    at += count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(of)]).itemsize
+                offset = orig_offs + 12
+                if value_type in self.gguf_scalar_to_np:
+                    scalar = self.gguf_scalar_to_np[GGUFValueType(value_type)]
+                    offset += count * np.dtype(scalar).itemsize
                 else:
                     for _ in range(count):
-                        at += 8 + struct.unpack_from("<Q", self.data, at)[0]
-                return at - orig_offs, [], [], [GGUFValueType.ARRAY]
+                        offset += 8 + struct.unpack_from("<Q", self.data, offset)[0]
+                return offset - orig_offs, [], [], [GGUFValueType.ARRAY]
         return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]

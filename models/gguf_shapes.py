@@ -1,11 +1,12 @@
-"""GGUF files of mixtures of experts, hybrids and sliding windows: tensors and metadata by shape.
+"""Tensors and metadata of GGUF files with random weights: mixtures of experts, hybrids, and models
+with sliding windows.
 
     tensors = SHAPES["qwen3-30b-a3b"].tensors()        # {"token_embd.weight": (151936, 2048), ...}
     metadata = SHAPES["qwen3-30b-a3b"].metadata()      # {"qwen3moe.context_length": 40960, ...}
 
-A family is a function that gives the tensors of a layer, and one that gives the metadata, named and
-shaped as llama.cpp's own converter writes them. Shapes are those of the published config.json and
-of headers that llama.cpp prints.
+A family has one function that returns the tensors of a layer and one that returns the metadata,
+with the names and shapes that llama.cpp's own converter writes. Sizes are those of the published
+config.json and of headers that llama.cpp prints.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ class Family:
     """The models of one architecture."""
 
     layer: Callable[[Sizes, int], Shapes]  # the tensors of layer number n
-    metadata: Callable[[Sizes], Metadata]  # beside the usual keys, without the architecture's name
+    # Keys that not all families have, without the architecture's name in front.
+    metadata: Callable[[Sizes], Metadata]
     architecture: str  # llama.cpp's name
     is_tied: bool = False  # the embedding is the output matrix, too
-    output_norm: str = "output_norm"  # its name
-    more: Callable[[Sizes], Shapes] | None = None  # other tensors outside the layers
+    output_norm: str = "output_norm"  # name of the last norm
+    other_tensors: Callable[[Sizes], Shapes] | None = None  # outside the layers
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class GgufShape:
         outside[family.output_norm] = (sizes.hidden,)
         if not family.is_tied:
             outside["output"] = (sizes.vocabulary, sizes.hidden)
-        outside |= family.more(sizes) if family.more is not None else {}
+        if family.other_tensors is not None:
+            outside |= family.other_tensors(sizes)
         tensors = {_full_name(name): shape for name, shape in outside.items()}
         for layer in range(sizes.layers):
             for name, shape in family.layer(sizes, layer).items():
@@ -118,27 +121,28 @@ class GgufShape:
     def metadata(self) -> Metadata:
         """Return the keys of the architecture, with its name in front."""
         sizes = self.sizes
-        usual = {
+        common_keys = {
             "context_length": sizes.context,
             "embedding_length": sizes.hidden,
             "block_count": sizes.layers,
             "attention.layer_norm_rms_epsilon": 1e-5,
         }
-        keys = usual | self.family.metadata(sizes)
+        keys = common_keys | self.family.metadata(sizes)
         return {f"{self.family.architecture}.{key}": value for key, value in keys.items()}
 
     def tensor_type(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the type of a tensor, as llama.cpp quantizes: vectors, routers, and what is small
-        and recurrent stay float32."""
+        """Return the type of a tensor, as llama.cpp quantizes it: vectors, routers and small
+        tensors of recurrent layers stay float32."""
         sizes = self.sizes
-        small = r"bias$|gate_inp|conv\.weight|ssm_(a|d|conv1d|norm|ba|alpha|beta)\b"
-        if len(shape) == 1 or shape[-1] % 32 or re.search(small, name):
+        not_quantized = r"bias$|gate_inp|conv\.weight|ssm_(a|d|conv1d|norm|ba|alpha|beta)\b"
+        if len(shape) == 1 or shape[-1] % 32 or re.search(not_quantized, name):
             return "F32"
         return (sizes.expert_type or sizes.type) if "_exps" in name else sizes.type
 
 
 def _full_name(name: str) -> str:
-    """Return a name with ".weight", unless it has a dot; a dot at the end stands for no suffix."""
+    """Return the name in the file: with ".weight", unless it contains a dot. A dot at the end, for
+    names without any suffix, is removed."""
     return name.removesuffix(".") if "." in name else f"{name}.weight"
 
 
@@ -148,8 +152,8 @@ def _full_name(name: str) -> str:
 def attention(
     s: Sizes, head: int | None = None, gated: bool = False, norms: bool = False
 ) -> Shapes:
-    """Return the tensors of grouped-query attention. `head`: the length of a head, if it is not the
-    usual one."""
+    """Return the tensors of grouped-query attention. `head`: length of a head; None: that of the
+    sizes. `gated`: the query matrix computes a gate too. `norms`: of queries and keys."""
     queries, keys = s.heads * (head or s.head), s.kv_heads * (head or s.head)
     shapes: Shapes = {
         "attn_norm": (s.hidden,),
@@ -164,13 +168,14 @@ def attention(
 
 
 def mlp(s: Sizes, norm: str = "ffn_norm") -> Shapes:
+    """Return the tensors of a dense MLP. `norm`: the name of the norm before it."""
     gate = {"ffn_gate": (s.inner, s.hidden), "ffn_up": (s.inner, s.hidden)}
     return {norm: (s.hidden,), **gate, "ffn_down": (s.hidden, s.inner)}
 
 
 def experts(s: Sizes, norm: str = "ffn_norm", shared: bool = False, gate: bool = True) -> Shapes:
-    """Return the tensors of a mixture of experts. `shared`: with an expert that every token
-    uses."""
+    """Return the tensors of a mixture of experts. `norm`: the name of the norm before it. `shared`:
+    it has an expert that every token uses. `gate`: experts have a gate matrix."""
     inner, hidden, count = s.expert_inner, s.hidden, s.experts
     shapes: Shapes = {
         norm: (hidden,),
@@ -210,7 +215,8 @@ def delta_net(s: Sizes, joined: bool = False) -> Shapes:
 # --- metadata
 
 
-def attends(s: Sizes) -> Metadata:
+def attention_metadata(s: Sizes) -> Metadata:
+    """Return the keys of attention and of the MLP's width."""
     return {
         "feed_forward_length": s.inner,
         "attention.head_count": s.heads,
@@ -222,34 +228,52 @@ def attends(s: Sizes) -> Metadata:
     }
 
 
-def mixes(s: Sizes, shared: bool = False) -> Metadata:
-    keys = {"expert_count": s.experts, "expert_used_count": s.used}
-    shared_inner = {"expert_shared_feed_forward_length": s.shared} if shared else {}
-    return keys | {"expert_feed_forward_length": s.expert_inner} | shared_inner
+def experts_metadata(s: Sizes, shared: bool = False) -> Metadata:
+    """Return the keys of experts. `shared`: there is an expert that every token uses."""
+    keys = {
+        "expert_count": s.experts,
+        "expert_used_count": s.used,
+        "expert_feed_forward_length": s.expert_inner,
+    }
+    if shared:
+        keys["expert_shared_feed_forward_length"] = s.shared
+    return keys
 
 
-def has_state(s: Sizes, inner: int, rank: int) -> Metadata:
-    sizes = {"ssm.conv_kernel": 4, "ssm.state_size": s.state, "ssm.group_count": s.groups}
-    return sizes | {"ssm.inner_size": inner, "ssm.time_step_rank": rank}
+def recurrent_metadata(s: Sizes, inner: int, rank: int) -> Metadata:
+    """Return the keys of recurrent layers. `inner`: their width; `rank`: of the time step."""
+    return {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": s.state,
+        "ssm.group_count": s.groups,
+        "ssm.inner_size": inner,
+        "ssm.time_step_rank": rank,
+    }
 
 
-def has_delta_nets(s: Sizes) -> Metadata:
+def delta_net_metadata(s: Sizes) -> Metadata:
+    """Return the keys of gated delta nets with attention in every fourth layer."""
     quarter, eighth = s.head // 4, s.head // 8
-    sections = {"rope.dimension_sections": [quarter, eighth, eighth, 0]}
-    return has_state(s, s.delta_values, s.value_heads) | sections | {"full_attention_interval": 4}
+    return {
+        **recurrent_metadata(s, s.delta_values, s.value_heads),
+        "rope.dimension_sections": [quarter, eighth, eighth, 0],
+        "full_attention_interval": 4,
+    }
 
 
 # --- families
 
 
 def qwen_layer(s: Sizes, layer: int, block: Shapes, joined: bool = False) -> Shapes:
-    """Return the tensors of a layer: every fourth attends, the others are delta nets."""
+    """Return the tensors of a layer of Qwen3.5 or Qwen3-Next, with an MLP or experts in `block`.
+    Every fourth layer has attention, the others are gated delta nets."""
     if layer % 4 == 3:
         return attention(s, gated=True, norms=True) | block
     return delta_net(s, joined) | block
 
 
 def gpt_oss_layer(s: Sizes, layer: int) -> Shapes:
+    """Return the tensors of a layer of gpt-oss, in which all matrices have biases."""
     biases: Shapes = {
         "attn_q.bias": (s.queries,),
         "attn_k.bias": (s.keys,),
@@ -270,8 +294,11 @@ def _is_global(s: Sizes, layer: int) -> bool:
 
 
 def gemma4_layer(s: Sizes, layer: int) -> Shapes:
-    """Return the tensors of a layer of Gemma 4: dense with an embedding of each layer (E2B, E4B),
-    or with experts beside the MLP, whose global layers use their keys as values (26B-A4B)."""
+    """Return the tensors of a layer of Gemma 4.
+
+    Models without experts (E2B, E4B) have an embedding of each layer. Those with experts (26B-A4B)
+    have an MLP too, and their global layers use the keys as values.
+    """
     sizes = s
     if _is_global(s, layer):
         sizes = replace(s, head=2 * s.head, kv_heads=s.global_kv_heads or s.kv_heads)
@@ -303,12 +330,14 @@ def gemma4_metadata(s: Sizes) -> Metadata:
     if s.experts:
         global_heads = s.global_kv_heads or s.kv_heads
         counts = [global_heads if _is_global(s, layer) else s.kv_heads for layer in layers]
-        kv_heads = {"attention.head_count_kv": counts} | mixes(s)
+        kv_heads = {"attention.head_count_kv": counts} | experts_metadata(s)
     return {
-        **attends(s),
+        **attention_metadata(s),
         **kv_heads,
-        **dict.fromkeys(("attention.key_length", "attention.value_length"), 2 * s.head),
-        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), s.head),
+        "attention.key_length": 2 * s.head,
+        "attention.value_length": 2 * s.head,
+        "attention.key_length_swa": s.head,
+        "attention.value_length_swa": s.head,
         "rope.dimension_count": 2 * s.head,
         "rope.dimension_count_swa": s.head,
         "attention.shared_kv_layers": s.shared_kv_layers,
@@ -318,7 +347,8 @@ def gemma4_metadata(s: Sizes) -> Metadata:
     }
 
 
-def gemma4_more(s: Sizes) -> Shapes:
+def gemma4_other_tensors(s: Sizes) -> Shapes:
+    """Return the tensors of Gemma 4 that are outside the layers."""
     shapes: Shapes = {"rope_freqs": (s.head,)}
     if not s.experts:
         shapes |= {
@@ -331,22 +361,24 @@ def gemma4_more(s: Sizes) -> Shapes:
 
 QWEN3_MOE = Family(
     lambda s, _: attention(s, norms=True) | experts(s),
-    lambda s: attends(s) | mixes(s),
+    lambda s: attention_metadata(s) | experts_metadata(s),
     "qwen3moe",
 )
 GPT_OSS = Family(
     gpt_oss_layer,
-    lambda s: attends(s) | mixes(s) | {"attention.sliding_window": s.window},
+    lambda s: attention_metadata(s) | experts_metadata(s) | {"attention.sliding_window": s.window},
     "gpt-oss",
 )
-GEMMA4 = Family(gemma4_layer, gemma4_metadata, "gemma4", is_tied=True, more=gemma4_more)
+GEMMA4 = Family(
+    gemma4_layer, gemma4_metadata, "gemma4", is_tied=True, other_tensors=gemma4_other_tensors
+)
 QWEN35 = Family(
     lambda s, layer: qwen_layer(s, layer, mlp(s, "post_attention_norm")),
-    lambda s: attends(s) | has_delta_nets(s),
+    lambda s: attention_metadata(s) | delta_net_metadata(s),
     "qwen35",
 )
 
-# The shapes of crossover.models.model_ladder.SIZED, of which random GGUF files are made.
+# The shapes of crossover.models.model_ladder.LLAMA_CPP_MODELS, of which random GGUF files are made.
 SHAPES: dict[str, GgufShape] = {
     "qwen3-30b-a3b": GgufShape(
         QWEN3_MOE,

@@ -1,4 +1,4 @@
-"""Write a GGUF file tensor by tensor.
+"""Writes a GGUF file tensor by tensor.
 
 write_file(spec, "Q4_0", path, data=lambda tensor: [bytes(tensor.bytes)])
 """
@@ -28,7 +28,8 @@ def write_file(
     data: Callable[[GgufTensor], Iterable[bytes | memoryview]],
     progress: Progress | None = None,
 ) -> None:
-    """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
+    """Write a GGUF file with the shipped tokenizer. `data` returns the bytes of a tensor, in
+    chunks."""
     writer = _writer(path, FAMILIES[spec.family].gguf, weight_format)
     _add_shape(writer, spec)
     _add_vocabulary(writer, spec.vocabulary)
@@ -46,13 +47,18 @@ def write_shape_file(
 ) -> None:
     """Write a GGUF file of a shape of crossover.models.gguf_shapes with the shipped tokenizer.
 
-    `stream` gives a tensor's bytes in chunks, by its name and type.
+    `stream` returns the bytes of a tensor, in chunks, by its name and type.
     """
     writer = _writer(path, shape.family.architecture, weight_format)
     writer.add_name(name)
+    add_methods = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
     for key, value in shape.metadata().items():
-        kinds = {bool: "bool", int: "uint32", float: "float32", list: "array"}
-        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+        add_methods[type(value)](key, value)
     writer.add_quantization_version(2)
     _add_vocabulary(writer, shape.sizes.vocabulary)
     tensors = [
@@ -112,6 +118,7 @@ def _write(
 
 
 def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Add the metadata of the model's shape."""
     writer.add_name(spec.name)
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.hidden)
@@ -129,7 +136,7 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """The shipped tokenizer, cut or padded to `size`."""
+    """Add the shipped tokenizer, cut or padded to `size` tokens."""
     model = shipped(size)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     types = [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)

@@ -22,7 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from crossover.models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
+from crossover.models.errors import (
+    ModelError,
+    UnknownModel,
+    UnsupportedModel,
+    os_errors_as_model_errors,
+)
 from crossover.models.export_with_optimum import foreign_spec
 from crossover.models.gguf_reader import is_gguf_file, model_name, read_header
 from crossover.models.gguf_shapes import SHAPES
@@ -30,50 +35,51 @@ from crossover.models.hf_config import TEXTS, read_config, spec_of
 from crossover.models.model_families import FAMILIES
 from crossover.models.model_ladder import (
     LADDER,
+    LLAMA_CPP_MODELS,
     PACKAGED,
-    SIZED,
     is_ladder_model,
     ladder_model,
+    llama_cpp_model,
     packaged_file,
-    sized,
 )
 from crossover.models.model_spec import ModelSpec
 from crossover.models.safetensors_reader import check_tensors
 from crossover.models.weight_formats import FORMATS
-from crossover.models.weights_manifest import read_manifest, with_home
+from crossover.models.weights_manifest import expand_home, read_manifest
 
 Kind = Literal["ladder", "gguf", "safetensors", "onnx"]
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")
-TAKEN = (
+ACCEPTED_NAMES = (
     "a GGUF file, a folder of safetensors or of an ONNX graph, an id of the Hugging Face hub "
     "(org/name, or org/name:file.gguf)"
 )
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model as all commands know it. A campaign keeps it in its run's manifest."""
+    """What is known about a model from its name. A campaign keeps it in its run's manifest."""
 
     name: str  # short: of the ladder, the file's stem, the folder's name, or the hub id
-    kind: Kind  # a model of the hub that is not here yet: what it will be
-    source: str = ""  # what `crossover serve` takes: an absolute path, a hub id, a name
+    kind: Kind  # of a model of the hub that is not fetched yet: the kind that it will be
+    source: str = ""  # the name for `crossover serve`: an absolute path, a hub id, a ladder model
     spec: ModelSpec | None = None  # None: not known before the model is fetched, or ever
-    weight_format: str = ""  # its own; "": not known, or made in whichever is asked for
-    weight_bytes: int | None = None  # of a GGUF file, all its parts; None: by the format
+    weight_format: str = ""  # of its files; "": not known, or weights are made in any format
+    weight_bytes: int | None = None  # of a GGUF file, all its parts; None: they follow from format
     has_chat_template: bool = False
-    is_random: bool = False  # made here of random numbers: timings are real, text is noise
+    is_random: bool = False  # its weights are random: timings are real, text is noise
     missing: str = ""  # why there is no spec
 
     @property
     def formats(self) -> dict[str, tuple[str, ...]]:
-        """Formats in which it can be had, by kind of weights (gguf, hf, onnx), the usual one first;
-        (): not known before it is fetched."""
+        """The formats in which it can be served, by kind of weights (gguf, hf, onnx), the default
+        one first; (): not known before it is fetched."""
         own_formats = (self.weight_format,) if self.weight_format else ()
         match self.kind:
             case "ladder":
                 return {kind: formats for kind, formats in FORMATS.items() if formats}
             case "gguf" if self.spec is not None and not own_formats:  # a shape without a file
-                made = SHAPES[self.spec.name].formats
-                return {"gguf": tuple(dict.fromkeys((*made, *reversed(FORMATS["gguf"]))))}
+                default_formats = SHAPES[self.spec.name].formats
+                other_formats = reversed(FORMATS["gguf"])
+                return {"gguf": tuple(dict.fromkeys((*default_formats, *other_formats)))}
             case "gguf":
                 return {"gguf": own_formats}
             case "onnx":
@@ -81,29 +87,27 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.spec is not None and self.spec.family not in FAMILIES:
             return {"onnx": ("int8", "fp32")}  # what optimum exports
         return {
-            "onnx": (
-                "int8",
-                *(weight_format for weight_format in FORMATS["onnx"] if weight_format != "int8"),
-            ),
+            "onnx": tuple(dict.fromkeys(("int8", *FORMATS["onnx"]))),
             "hf": tuple(dict.fromkeys((*own_formats, *FORMATS["hf"]))),
         }
 
 
 def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
-    """Return what the name stands for. `fetch`: asks the hub for the texts (config.json, tokenizer)
-    of a model that is not here.
+    """Return what the name stands for. `fetch`: get the texts (config.json, tokenizer) of a model
+    that is not on this machine from the hub.
 
-    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a file cannot be read.
+    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError if a file cannot be read.
     """
-    with files_in_words(name):
+    with os_errors_as_model_errors(name):
         return _identity(name, fetch)
 
 
 def short_model_id(model_id: str) -> str:
-    """Return an endpoint's id of a model without the folders and the ending of its file.
+    """Return an endpoint's model id without the folders and the suffix of a file.
 
-    llama-server and others call a model by its path: "/models/Qwen3-8B-Q4_K_M.gguf" is shown as
-    "Qwen3-8B-Q4_K_M". Other ids, "meta-llama/Llama-3.1-8B" too, are returned as they are.
+    llama-server and others use the path of the file as the id: "/models/Qwen3-8B-Q4_K_M.gguf" is
+    shown as "Qwen3-8B-Q4_K_M". Other ids, such as "meta-llama/Llama-3.1-8B", are returned as they
+    are.
     """
     is_file = model_id.endswith(".gguf")
     if not is_file and not model_id.startswith(("/", "~", "./", "../")):
@@ -119,26 +123,26 @@ def _identity(name: str, fetch: bool) -> ModelIdentity:
             name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
         )
     local = find_local(name)
-    if local is None and (shape := sized(name)) is not None:
+    if local is None and (shape := llama_cpp_model(name)) is not None:
         spec = shape.spec
         return ModelIdentity(
             name=spec.name, kind="gguf", source=spec.name, spec=spec, is_random=True
         )
     if local is None:
         return _of_hub(name, fetch)
-    path, called = local
+    path, short_name = local
     source = name if path == packaged_file(name) else str(path)
     if is_gguf(path):
-        return _of_gguf(path, called, source)
+        return _of_gguf(path, short_name, source)
     if not path.is_dir():
         raise UnsupportedModel(f"{str(path)!r} is neither a GGUF file nor a folder")
-    return _of_folder(path, called, source)
+    return _of_folder(path, short_name, source)
 
 
 def find_local(name: str) -> tuple[Path, str] | None:
-    """Return a file or folder of this machine, or of the package, and what the model is called;
-    None: the name is neither."""
-    local = with_home(name).absolute()
+    """Return the file or folder of this machine, or of the installed package, that has this name,
+    and the model's short name; None: there is none."""
+    local = expand_home(name).absolute()
     if name and local.exists():
         return local, _short_name(local)
     packaged = packaged_file(name)
@@ -146,12 +150,13 @@ def find_local(name: str) -> tuple[Path, str] | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a GGUF file's: by its first bytes, else by its name."""
+    """Return whether a path is that of a GGUF file, by its first bytes or else by its name."""
     return is_gguf_file(path) or (path.suffix == ".gguf" and not os.path.isdir(path))
 
 
 def name_of(name: str) -> str:
-    """Return what the model is called, where it may be on another machine: nothing is looked up."""
+    """Return the short name of a model from its name alone. It may be on another machine, so files
+    are not read."""
     match = HUB_ID.fullmatch(name)
     if is_ladder_model(name):
         return ladder_model(name).spec.name
@@ -162,38 +167,39 @@ def name_of(name: str) -> str:
 
 
 def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
-    """Return the models, each once; different ones that are called the same are numbered."""
+    """Return each model once. Different models with the same name get numbers: `x`, `x-2`."""
     source_of_name: dict[str, str] = {}  # name -> source
-    out: dict[str, ModelIdentity] = {}  # by source
+    by_source: dict[str, ModelIdentity] = {}
     for identity in identities:
         name, number = identity.name, 1
         while source_of_name.get(name.lower(), identity.source) != identity.source:
             number += 1
             name = f"{identity.name}-{number}"
         source_of_name[name.lower()] = identity.source
-        out.setdefault(identity.source, _renamed(identity, name))
-    return list(out.values())
+        by_source.setdefault(identity.source, _renamed(identity, name))
+    return list(by_source.values())
 
 
 def unknown_model(name: str, why: str = "") -> UnknownModel:
-    """Return the error for a name that stands for nothing: near names, and what is taken."""
-    path = with_home(name)
+    """Return the error for a name that is not a model, with similar names and the kinds of names
+    that are accepted. `why`: the first sentence; "": that there is no such model."""
+    path = expand_home(name)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
-        candidates = _models_beside(path)
-        wanted_name, why = str(path), why or f"There is no file or folder {name!r}"
+        why = why or f"There is no file or folder {name!r}"
+        similar = difflib.get_close_matches(str(path), _models_beside(path), 3, 0.5)
     else:
-        candidates = [
-            name_or_alias
-            for shape in (*LADDER, *SIZED)
-            for name_or_alias in (shape.spec.name, *shape.aliases)
-        ] + [PACKAGED]
-        wanted_name, why = name.lower(), why or f"{name!r} is not a known model"
-    near = difflib.get_close_matches(wanted_name, candidates, 3, 0.5)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return UnknownModel(f"{why}.{meant} Give {TAKEN}, or a name of `crossover models list`.")
+        why = why or f"{name!r} is not a known model"
+        known_names = [PACKAGED]
+        for model in (*LADDER, *LLAMA_CPP_MODELS):
+            known_names += [model.spec.name, *model.aliases]
+        similar = difflib.get_close_matches(name.lower(), known_names, 3, 0.5)
+    hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+    return UnknownModel(
+        f"{why}.{hint} Give {ACCEPTED_NAMES}, or a name of `crossover models list`."
+    )
 
 
-def not_fetched(name: str, problem: Exception) -> UnknownModel:
+def cannot_fetch(name: str, problem: Exception) -> UnknownModel:
     """Return the error for a hub id that cannot be fetched."""
     reason = str(problem).split("\n")[0].rstrip(".")
     why = f"{name!r} is not a local file or folder, and cannot be fetched from the hub: {reason}"
@@ -201,7 +207,7 @@ def not_fetched(name: str, problem: Exception) -> UnknownModel:
 
 
 def _models_beside(path: Path) -> list[str]:
-    """Return the GGUF files and model folders of the folder in which a path would be."""
+    """Return the GGUF files and model folders in the folder of a path."""
     with suppress(OSError):
         return [
             str(path.parent / entry.name)
@@ -212,8 +218,8 @@ def _models_beside(path: Path) -> list[str]:
 
 
 def _short_name(path: Path) -> str:
-    """Return the file's stem or the folder's name; said to be one where the ladder has that
-    name."""
+    """Return the file's stem or the folder's name. If a ladder model has that name, it gets "-file"
+    or "-folder" at its end."""
     is_file = is_gguf(path)
     name = model_name(path) if is_file else path.name or str(path)
     if not is_ladder_model(name):
@@ -243,29 +249,30 @@ def _of_gguf(path: Path, name: str, source: str) -> ModelIdentity:
 def _of_folder(path: Path, name: str, source: str) -> ModelIdentity:
     spec, manifest = shape_of(read_config(path), name), read_manifest(path)
     is_graph = (path / "model.onnx").is_file()
-    if is_graph:  # a foreign graph does not say what its format is
-        stored = manifest.weight_format if manifest is not None else ""
-    else:
-        stored = check_tensors(path, spec) if spec.family in FAMILIES else ""
+    weight_format = ""  # that of a graph which Crossover did not make is not known
+    if is_graph and manifest is not None:
+        weight_format = manifest.weight_format
+    elif not is_graph and spec.family in FAMILIES:
+        weight_format = check_tensors(path, spec)
     return ModelIdentity(
         name=name,
         kind="onnx" if is_graph else "safetensors",
         source=source,
         spec=spec,
-        weight_format=stored,
+        weight_format=weight_format,
         has_chat_template=_has_template(path),
         is_random=manifest is not None and manifest.seed is not None,
     )
 
 
 def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
-    """Return the shape that a config.json says, of the families computed here or exported by
-    optimum.
+    """Return the shape in a config.json, of a family in FAMILIES or one that optimum exports.
 
     Raises UnsupportedModel.
     """
-    is_foreign = config.get("model_type") not in FAMILIES
-    return (foreign_spec if is_foreign else spec_of)(config, name)
+    if config.get("model_type") in FAMILIES:
+        return spec_of(config, name)
+    return foreign_spec(config, name)
 
 
 def _has_template(folder: Path) -> bool:
@@ -278,15 +285,16 @@ def _has_template(folder: Path) -> bool:
 
 
 def _of_hub(name: str, fetch: bool) -> ModelIdentity:
-    """Return a model of the hub, as far as the hub library's cache knows it, or the hub says."""
-    if name.lower() == PACKAGED:  # where the package is not installed
-        repository, file, called = ladder_model("135m").repository, None, PACKAGED
+    """Return a model of the hub, as far as files in the hub library's cache tell. `fetch`: get the
+    texts of the model from the hub if they are not there."""
+    if name.lower() == PACKAGED:  # the package is not installed
+        repository, file, short_name = ladder_model("135m").repository, None, PACKAGED
     else:
         match = HUB_ID.fullmatch(name)
         is_path = name.endswith(".gguf") and ":" not in name
         if match is None or ".." in name or is_path:
             raise unknown_model(name)
-        repository, file, called = match[1], match[2], name_of(name)
+        repository, file, short_name = match[1], match[2], name_of(name)
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -297,34 +305,34 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
     if file is not None:
         local_file = cached(file)
         if local_file is not None:
-            return _of_gguf(local_file, called, name)
+            return _of_gguf(local_file, short_name, name)
         missing = (
             f"the file {name} has not been downloaded; `crossover models make {name}` fetches it"
         )
-        return ModelIdentity(name=called, kind="gguf", source=name, missing=missing)
+        return ModelIdentity(name=short_name, kind="gguf", source=name, missing=missing)
     config = cached("config.json")
     missing = f"the config.json of {name} has not been downloaded"
     if config is None and fetch:
         try:
-            # hf_hub_download retries for half a minute where there is no network.
+            # Not hf_hub_download, which retries for half a minute if there is no network.
             snapshot = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)
             config = Path(snapshot, "config.json")
         except (HfHubHTTPError, HFValidationError, OSError) as problem:
-            raise not_fetched(name, problem) from problem
+            raise cannot_fetch(name, problem) from problem
     if config is None:
-        return ModelIdentity(name=called, kind="safetensors", source=name, missing=missing)
+        return ModelIdentity(name=short_name, kind="safetensors", source=name, missing=missing)
     return ModelIdentity(
-        name=called,
+        name=short_name,
         kind="onnx" if (config.parent / "model.onnx").is_file() else "safetensors",
         source=name,
-        spec=shape_of(read_config(config.parent), called),
-        weight_format=_stored(config.parent, called),
+        spec=shape_of(read_config(config.parent), short_name),
+        weight_format=_stored_format(config.parent, short_name),
         has_chat_template=_has_template(config.parent),
     )
 
 
-def _stored(folder: Path, name: str) -> str:
-    """Return the format of a snapshot's safetensors; "" while they are not all here."""
+def _stored_format(folder: Path, name: str) -> str:
+    """Return the format of a snapshot's safetensors; "": they are not complete yet."""
     with suppress(ModelError):
         return check_tensors(folder, spec_of(read_config(folder), name))
     return ""

@@ -1,8 +1,8 @@
 """What the kernel reports about this machine: its CPU, its memory, the limits of control groups.
 
-Control groups (containers) of versions 1 and 2: each function takes the tightest limit between this
-process's group and the root of the hierarchy. `root` is where /proc and /sys are mounted. Nothing
-heavy is imported.
+Control groups (containers) may be of version 1 or 2. A limit may be set on this process's group or
+on any group above it; the tightest one counts. `root` is the folder in which /proc and /sys are
+mounted. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 
 def int8_bits() -> int:
-    """Bits of int8 weights here: 8 with VNNI (or on ARM), else 7.
+    """Return how many bits int8 weights may use on this CPU: 8 on ARM and with VNNI, otherwise 7.
 
     x86 without VNNI adds two products of an unsigned and a signed byte in 16 bits, which saturate:
-    255 x 64 x 2 fits, 255 x 127 x 2 does not.
+    255 x 64 x 2 fits, but 255 x 127 x 2 does not.
     """
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
-    return 8 if is_arm or {"avx512_vnni", "avx_vnni"} & cpu_flags() else 7
+    has_vnni = bool({"avx512_vnni", "avx_vnni"} & cpu_flags())
+    return 8 if is_arm or has_vnni else 7
 
 
 def cpu_name(root: Path = ROOT) -> str | None:
-    """Return the CPU's model name; None where the kernel does not say."""
+    """Return the CPU's model name; None: the kernel does not report it."""
     return _cpuinfo(root, "model name|Model")
 
 
 def _cpuinfo(root: Path, keys: str) -> str | None:
+    """Return the first value of a key in /proc/cpuinfo. `keys`: names with | between them."""
     text = read_text(root / "proc/cpuinfo")
     match = re.search(rf"^(?:{keys})\s*:\s*(.*\S)", text, re.MULTILINE)
     return match[1] if match else None
@@ -65,8 +67,8 @@ def whole_cores(cores: int, quota: float | None) -> int:
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes of RAM that can be taken without swapping or being killed, by the machine's
-    memory and the container's limit."""
+    """Return the bytes of RAM that a process can allocate without swapping or being killed,
+    considering both the machine's memory and the container's limit."""
     available = sizes(read_text(root / "proc/meminfo")).get("MemAvailable", 0)
     cgroup_bytes = cgroup_memory_left(root)
     return available if cgroup_bytes is None else min(available, cgroup_bytes)
@@ -79,8 +81,8 @@ def total_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes until the memory limit is reached, page cache counted as free; None: no
-    limit."""
+    """Return the bytes that are left below the memory limit, counting the page cache as free; None:
+    there is no limit."""
     return min((left for _, left in _memory_limits(root)), default=None)
 
 
@@ -99,6 +101,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _limit_of(limit: Path, used: Path, cache_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the limit in a file and what is left below it; nothing if there is no limit. `used`:
+    the file with the used bytes, which include `cache_bytes` of page cache."""
     text = read_text(limit).strip()
     if text.isdigit() and int(text) < UNLIMITED_BYTES:
         used_text = read_text(used).strip()
@@ -112,32 +116,35 @@ def cgroup_folders(
     """Return the folder of a process's control group and of those above it, innermost first.
 
     `controller`: its hierarchy of version 1 ("cpu", "memory"); None: the hierarchy of version 2.
-    A container may see the path that the host gives its group and, mounted, only its own group:
-    folders that do not exist have no limits, and the mounted one is the last.
+    In a container, the path may be that of the host although only the container's own group is
+    mounted. Then some of these folders do not exist, and so have no limits; the mounted folder is
+    the last one.
     """
-    groups = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
+    # Lines are number:controllers:path; version 2 has no controllers.
+    lines = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
     mounted = root / "sys/fs/cgroup"
-    for _, controllers, path in (group for group in groups if len(group) == 3):
+    for _, controllers, path in [line for line in lines if len(line) == 3]:
+        group = Path(path.lstrip("/"))
         if controller is None and controllers == "":
-            inner = Path(path.lstrip("/"))
-            tops = [mounted, mounted / "unified"]  # `unified`: beside hierarchies of version 1
-            return [top / folder for top in tops for folder in (inner, *inner.parents)]
+            # In `unified` if hierarchies of version 1 are mounted too.
+            tops = [mounted, mounted / "unified"]
+            return [top / folder for top in tops for folder in (group, *group.parents)]
         if controller is not None and controller in controllers.split(","):
-            inner = Path(path.lstrip("/"))
-            together = mounted / controllers  # as "cpu,cpuacct"
-            top = together if together.is_dir() else mounted / controller
-            return [top / folder for folder in (inner, *inner.parents)]
+            shared_folder = mounted / controllers  # such as "cpu,cpuacct"
+            top = shared_folder if shared_folder.is_dir() else mounted / controller
+            return [top / folder for folder in (group, *group.parents)]
     return [mounted] if controller is None else []
 
 
 def sizes(text: str, unit: int = 1024) -> dict[str, int]:
-    """Return the bytes by name of lines such as `MemTotal:  16 kB` or `inactive_file 4096`."""
+    """Return name -> bytes, from lines such as `MemTotal:  16 kB` or `inactive_file 4096`. `unit`:
+    the bytes that a number counts."""
     lines = re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
     return {name: int(size) * unit for name, size in lines}
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text; "" where it cannot be read."""
+    """Return the file's text; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,12 +1,12 @@
-"""The families of dense models whose graph and forward pass are written here: one record each.
+"""The families of dense models for which Crossover has its own graph and forward pass.
 
     FAMILIES["qwen2"].has_qkv_bias       # True
 
-What all of them have in common is computed by crossover.models.convert_to_onnx,
-crossover.models.rotated_weights and crossover.serving.backends.torch.forward_pass: norms before
-attention and before the MLP (RMS), grouped-query attention with rotary positions, an MLP of gate,
-up and down with SiLU, an optional tied head. The record says what differs.
-docs/adding-a-model-family.md adds one.
+All of them have RMS norms before attention and before the MLP, grouped-query attention with rotary
+embeddings, an MLP of gate, up and down with SiLU, and optionally a tied head. This is computed by
+crossover.models.convert_to_onnx, crossover.models.rotated_weights and
+crossover.serving.backends.torch.forward_pass. A family's record says what differs;
+docs/adding-a-model-family.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ import msgspec
 
 
 class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """What sets one family of models apart.
+    """How one family differs from the others."""
 
-    `architecture`: the class of transformers that config.json names. `gguf`: the architecture's
-    name in a GGUF file, as llama.cpp knows it. `config_defaults`: the defaults of transformers for
-    keys that a config.json leaves out, where they are not those of Llama. `known_values`: values of
-    keys that are refused of other families, since they change what is computed.
-    """
-
-    architecture: str
-    gguf: str
+    architecture: str  # the class of transformers that config.json names
+    gguf: str  # llama.cpp's name of the architecture
     has_qkv_bias: bool = False  # query, key and value projections have biases
-    has_qk_norm: bool = False  # each head of query and key is normed before it is rotated
-    is_windowed: bool = False  # a sliding window that config.json names holds for all layers
+    has_qk_norm: bool = False  # queries and keys are normed, head by head, before the rotation
+    is_windowed: bool = False  # a `sliding_window` in config.json applies to all layers
+    # Values of keys that are missing in a config.json, if transformers has other defaults for this
+    # family than for Llama.
     config_defaults: dict[str, Any] = {}
+    # Additional values of keys that this family supports. Other values are refused, since they
+    # change what is computed.
     known_values: dict[str, tuple[Any, ...]] = {}
 
 
-# By transformers' model_type.
+# transformers' model_type -> family.
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(architecture="LlamaForCausalLM", gguf="llama"),
     "mistral": ModelFamily(

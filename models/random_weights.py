@@ -2,17 +2,17 @@
 
     write_gguf(ladder_model("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
     write_hf_folder(ladder_model("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
-    write_gguf_shape(sized("qwen3.5-4b").spec, Path("qwen3.5.gguf"), "Q4_0")
+    write_gguf_shape(llama_cpp_model("qwen3.5-4b").spec, Path("qwen3.5.gguf"), "Q4_0")
 
-Tensors, their types and the bytes read per token are those of a real file
-(crossover.models.weight_formats), and so are time and memory; the text is noise. Standard
-deviations keep the size of activations through any number of layers, with logits of standard
-deviation LOGIT_SPREAD.
+The tensors and their types are those of a real file (crossover.models.weight_formats), so that
+loading and computing take the same time and memory; the text is noise. The standard deviations are
+chosen so that activations keep their size through any number of layers, and logits have the
+standard deviation LOGIT_SPREAD.
 
-One pool of normal floats is drawn, and one of blocks for each type and standard deviation, which
-ggml quantizes. Each tensor repeats a pool from its own offset, so that memory stays small. The
-lengths of the pools are primes above any number of rows, so that no two rows of a matrix are alike
-(equal rows of an embedding would tie at every argmax).
+To save time and memory, random numbers are drawn once, as a pool of normal floats, and quantized
+once for each type and standard deviation, as a pool of blocks. A tensor repeats such a pool from
+its own offset. The lengths of the pools are primes larger than the number of rows of any matrix, so
+that no two rows of a matrix are equal: equal rows of an embedding would tie at every argmax.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ from crossover.models.weights_manifest import (
     write_manifest,
 )
 
-# Part of the manifest: weights that another generator or another tokenizer made are made again.
+# In the manifest, so that weights made by another generator, or with another tokenizer, are made
+# again.
 GENERATOR = f"synthesis 2, tokenizer {SHIPPED_MARK}"
 
-# Name of a dtype: that of ggml and safetensors, torch's name.
+# Weight format -> the name of the type in ggml and safetensors, and in torch.
 DTYPES = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
 
 LOGIT_SPREAD = 3.0
-_FLOATS = 1048573
-_LONGEST_SLICE = 1 << 21
-_POOL_BLOCKS = (4093, 65521, 262139)
-_QUANTISED = 4096  # blocks that a pool is drawn from
+_FLOATS = 1048573  # in the pool of floats
+_LONGEST_SLICE = 1 << 21  # floats that are read at once
+_POOL_BLOCKS = (4093, 65521, 262139)  # in a pool of blocks; the smallest that is long enough
+_QUANTIZED = 4096  # blocks that are quantized; pools are drawn from them
+_START_STEP = 7919  # distance of the offsets of two tensors in a pool; a prime
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,8 +123,8 @@ def write_hf_folder(
     end = 0
     for tensor in spec.tensors():
         begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
-        place = {"dtype": kind, "shape": tensor.shape, "data_offsets": [begin, end]}
-        header[tensor.name] = place
+        entry = {"dtype": kind, "shape": tensor.shape, "data_offsets": [begin, end]}
+        header[tensor.name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with atomic_folder(folder) as temporary:
@@ -137,14 +139,14 @@ def write_hf_folder(
 
 
 def write_texts(spec: ModelSpec, folder: Path, dtype: str) -> None:
-    """config.json and the shipped tokenizer's files."""
+    """Write config.json and the files of the shipped tokenizer."""
     config = json.dumps(hf_config(spec, dtype), indent=2)
     (folder / "config.json").write_text(config, encoding="utf-8")
     write_shipped(folder, spec.vocabulary, spec.context)
 
 
 def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """config.json of `spec`, with RoPE as transformers 4 and as 5 reads it."""
+    """Return a config.json with the RoPE keys of transformers 4 and of transformers 5."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:
         rope = {
@@ -178,10 +180,14 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float32]:
-    """Llama 3's divisor of each rotary frequency, [head_dim / 2] (`rope_freqs.weight`)."""
+    """Return Llama 3's divisor of each rotary frequency, [head_dim / 2] (`rope_freqs.weight`).
+
+    Frequencies with fewer than `low_freq_factor` full turns within the original context are divided
+    by `factor`, and those with more than `high_freq_factor` are unchanged. Between the two, both
+    are mixed.
+    """
     frequencies = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2) / spec.head_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # Full turns within the original context: few are slowed down, many stay.
     turns = scaling.original_context * frequencies / (2 * math.pi)
     unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
     factors: Floats = (1 / ((1 - unscaled_share) / scaling.factor + unscaled_share)).astype(
@@ -191,22 +197,22 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
 
 
 class RandomTensors(ABC):
-    """A seeded source of tensors by their names: same seed, same bytes."""
+    """Random tensors by their names. The same seed gives the same bytes."""
 
     pool_blocks: ClassVar[tuple[int, ...]] = _POOL_BLOCKS
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-        """`shapes`: of each tensor, the length of a row last."""
+        """`shapes`: the shape of each tensor, in which the length of a row comes last."""
         self._seed = seed
         self._shapes = shapes
-        self._starts = {name: 7919 * number for number, name in enumerate(self._shapes)}
-        self._pools: dict[tuple[str, float], Bytes] = {}
+        self._starts = {name: _START_STEP * number for number, name in enumerate(self._shapes)}
+        self._pools: dict[tuple[str, float], Bytes] = {}  # by type and standard deviation
         pool = np.random.default_rng(seed).standard_normal(_FLOATS, dtype=np.float32)
         self._floats = np.resize(pool, _FLOATS + _LONGEST_SLICE)
 
     def rows(self, name: str, first: int, last: int) -> Floats:
-        """Return rows of a matrix, or elements of a vector:
-        crossover.models.safetensors_reader.Rows."""
+        """Return rows first..last-1 of a matrix, or elements of a vector, as
+        crossover.models.safetensors_reader.Rows does."""
         shape = self._shapes[name]
         row_elements = math.prod(shape[1:])
         start = (self._starts[name] + first * row_elements) % _FLOATS
@@ -232,8 +238,8 @@ class RandomTensors(ABC):
             position = 0
 
     def vector(self, name: str, values: Floats) -> Floats:
-        """Return a vector made of standard normal values: near 1 for norms and scales, near 0 for
-        biases."""
+        """Return the vector that is made of standard normal values: values near 1 for norms and
+        scales, near 0 for biases."""
         return values / np.float32(20) + np.float32("norm" in name or "scale" in name)
 
     @abstractmethod
@@ -241,7 +247,8 @@ class RandomTensors(ABC):
         """Return the standard deviation of a matrix."""
 
     def _pool(self, kind: str, std: float) -> Bytes:
-        """Return the bytes of a type and spread that tensors repeat; they are drawn once."""
+        """Return the bytes that tensors of a type and standard deviation repeat, [bytes]. They are
+        made once."""
         if (kind, std) not in self._pools:
             if BLOCKS[kind].weights == 1:
                 stored = stored_as(kind, self._floats[:_FLOATS] * np.float32(std))
@@ -256,14 +263,28 @@ class RandomTensors(ABC):
         max_blocks = max(map(math.prod, self._shapes.values())) // block.weights
         lengths = self.pool_blocks
         length = next((length for length in lengths if length >= max_blocks), lengths[-1])
-        values = self._floats[: _QUANTISED * block.weights] * np.float32(std)
-        blocks = np.empty((_QUANTISED, block.bytes), np.uint8)
-        quantise = llama_library().llama_cpp._lib.ggml_quantize_chunk
-        quantise.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
-        quantise.argtypes += [ctypes.c_void_p]
-        addresses = (values.ctypes.data, blocks.ctypes.data)
-        quantise(GGMLQuantizationType[kind], *addresses, 0, _QUANTISED, block.weights, None)
-        return blocks[np.random.default_rng(self._seed).integers(0, _QUANTISED, length)]
+        values = self._floats[: _QUANTIZED * block.weights] * np.float32(std)
+        blocks = np.empty((_QUANTIZED, block.bytes), np.uint8)
+        quantize_chunk = llama_library().llama_cpp._lib.ggml_quantize_chunk
+        quantize_chunk.argtypes = [
+            ctypes.c_int,  # type
+            ctypes.c_void_p,  # source
+            ctypes.c_void_p,  # destination
+            ctypes.c_int64,  # first value
+            ctypes.c_int64,  # number of rows
+            ctypes.c_int64,  # values of a row
+            ctypes.c_void_p,  # importance matrix
+        ]
+        quantize_chunk(
+            GGMLQuantizationType[kind],
+            values.ctypes.data,
+            blocks.ctypes.data,
+            0,
+            _QUANTIZED,
+            block.weights,
+            None,
+        )
+        return blocks[np.random.default_rng(self._seed).integers(0, _QUANTIZED, length)]
 
 
 class Weights(RandomTensors):
@@ -285,15 +306,13 @@ class Weights(RandomTensors):
         is_head = name == HEAD or (self._spec.tied and name == EMBEDDING)
         if name == EMBEDDING and not is_head:
             return 1.0
-        gain = LOGIT_SPREAD if is_head else 2.0 if name.endswith("down_proj.weight") else 1.0
-        return gain / math.sqrt(self._shapes[name][1])
+        return _gain(is_head, name.endswith("down_proj.weight")) / math.sqrt(self._shapes[name][1])
 
 
 class ShapeWeights(RandomTensors):
     """The tensors of a shape of crossover.models.gguf_shapes, by their GGUF names."""
 
-    # One more prime than above: an embedding of 262,144 rows must have no two that are alike.
-    pool_blocks = (*_POOL_BLOCKS, 524287)
+    pool_blocks = (*_POOL_BLOCKS, 524287)  # for embeddings of 262,144 rows
 
     def vector(self, name: str, values: Floats) -> Floats:
         if name.endswith("ssm_a"):  # negative, so that a recurrent state decays
@@ -311,16 +330,23 @@ class ShapeWeights(RandomTensors):
         )
         if name == "token_embd.weight" and not is_head:
             return 1.0
-        gain = LOGIT_SPREAD if is_head else 2.0 if "ffn_down" in name else 1.0
-        return gain / math.sqrt(self._shapes[name][-1])
+        return _gain(is_head, "ffn_down" in name) / math.sqrt(self._shapes[name][-1])
+
+
+def _gain(is_head: bool, is_mlp_output: bool) -> float:
+    """Return the standard deviation of a product's outputs for inputs of standard deviation 1."""
+    if is_head:
+        return LOGIT_SPREAD
+    return 2.0 if is_mlp_output else 1.0
 
 
 def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
-    """Floats as a file of type F32, F16 or BF16 has them."""
+    """Return floats as they are stored in a file: as F32, F16 or BF16."""
     stored: npt.NDArray[Any] = quants.quantize(values, GGMLQuantizationType[kind])
     return stored
 
 
 def as_bytes(values: npt.NDArray[Any]) -> memoryview:
+    """Return the bytes of an array."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers

@@ -16,8 +16,8 @@ from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.model_spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
-# Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model
-# lm_head.weight is the embedding.
+# (name, first, last) -> rows first..last-1 of a matrix, or elements of a vector. `name`: the tensor
+# by its Hugging Face name. If head and embedding are tied, lm_head.weight is the embedding.
 Rows = Callable[[str, int, int], Floats]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -25,25 +25,29 @@ FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_NO_WEIGHTS = ("adapter_", "consolidated")  # a LoRA; Mistral's own copy of the same weights
+# Starts of the names of files that are not the model's weights: LoRA adapters, and Mistral's second
+# copy of the same weights.
+_NO_WEIGHTS = ("adapter_", "consolidated")
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]  # tensor -> file
 
 
-class Stored(NamedTuple):
-    """A tensor: its file, safetensors type, shape."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
 
     file: Path
-    dtype: str
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with the folder's weights: those that the index names, else
-    model.safetensors, else what lies there but adapters and second copies of the same weights.
-    Raises BrokenWeights."""
+    """Return the names of the files with the folder's weights.
+
+    Those are the files that the index names, or else model.safetensors, or else all safetensors
+    except adapters and second copies of the weights. Raises BrokenWeights.
+    """
     index = folder / INDEX
     if index.is_file():
         try:
@@ -64,15 +68,16 @@ def weight_files(folder: Path) -> list[str]:
     return [name for name in names if not name.startswith(_NO_WEIGHTS)]
 
 
-def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of the folder's weights. Raises UnsupportedModel, BrokenWeights."""
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of the folder's weights, by name. Raises UnsupportedModel,
+    BrokenWeights."""
     files = [folder / name for name in weight_files(folder)]
     if not files:
         raise UnsupportedModel(
             f"{str(folder)!r} has no *.safetensors. Other weights (.bin, .pt) can contain code, so "
             "they are not read."
         )
-    out: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
             raise BrokenWeights(f"{INDEX} of {folder.name} names {file.name}, which is missing")
@@ -81,18 +86,20 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
             with safe_open(file, "np") as opened:  # compares the header with itself and the size
                 for name in opened.keys():
                     tensor = opened.get_slice(name)
-                    out[name] = Stored(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                    shape = tuple(tensor.get_shape())
+                    tensors[name] = StoredTensor(file, tensor.get_dtype(), shape)
         except SafetensorError as problem:
             raise BrokenWeights(
                 f"{str(file)!r} is not a complete safetensors file: {problem}"
             ) from problem
-    return out
+    return tensors
 
 
 def check_tensors(folder: Path, spec: ModelSpec) -> str:
-    """Compare tensors with the shape; return the format (fp32, fp16, bf16) of the embedding.
+    """Check that the folder has all tensors of a model of this shape. Return the format of the
+    embedding: fp32, fp16 or bf16.
 
-    Raises BrokenWeights naming the missing or different tensor, UnsupportedModel.
+    Raises BrokenWeights, which names the missing or different tensor, and UnsupportedModel.
     """
     tensors = read_tensors(folder)
     for tensor in spec.tensors():
@@ -112,10 +119,11 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
 
 
 def stored_rows(folder: Path, spec: ModelSpec) -> Rows:
-    """Reads rows of the folder's safetensors; the files are mapped, nothing else is kept."""
-    import ml_dtypes  # noqa: F401  # gives numpy its bfloat16
+    """Return a function that reads rows of the folder's tensors. The files are memory-mapped, and
+    no rows are kept."""
+    import ml_dtypes  # noqa: F401  # adds bfloat16 to numpy
 
-    files = {name: one.file for name, one in read_tensors(folder).items()}
+    files = {name: tensor.file for name, tensor in read_tensors(folder).items()}
     opened: dict[Path, Any] = {file: safe_open(file, "np") for file in set(files.values())}
 
     def rows(name: str, first: int, last: int) -> Floats:

@@ -71,15 +71,17 @@ def gguf_names() -> dict[str, float]:
     the scales of quantized formats."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
-    kinds = [kind.name for kind in (*GGMLQuantizationType, *LlamaFileType)]
-    names = [
-        name.removeprefix("ALL_").removeprefix("MOSTLY_") for name in kinds if name != "GUESSED"
-    ]
-    bits = {name: int(re.findall(r"\d+", name)[0]) for name in names}
-    return {name: count + 0.5 * (count < 16) for name, count in bits.items()}
+    bits_of: dict[str, float] = {}
+    for kind in (*GGMLQuantizationType, *LlamaFileType):
+        if kind.name == "GUESSED":
+            continue
+        name = kind.name.removeprefix("ALL_").removeprefix("MOSTLY_")
+        bits = int(re.findall(r"\d+", name)[0])
+        bits_of[name] = bits + 0.5 if bits < 16 else float(bits)
+    return bits_of
 
 
-def spelt(kind: str, weight_format: str) -> str:
+def normalized_format(kind: str, weight_format: str) -> str:
     """Return the format in the spelling of this kind of file, with upper and lower case corrected.
     Raises UnsupportedModel if the kind does not have the format."""
     for names in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
@@ -161,10 +163,11 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
     Raises KeyError if the format is unknown.
     """
     if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
-        blocks = (
-            (tensor, BLOCKS[tensor_type(spec, weight_format, tensor)]) for tensor in spec.tensors()
-        )
-        return sum(tensor.elements // block.weights * block.bytes for tensor, block in blocks)
+        total_bytes = 0
+        for tensor in spec.tensors():
+            block = BLOCKS[tensor_type(spec, weight_format, tensor)]
+            total_bytes += tensor.elements // block.weights * block.bytes
+        return total_bytes
     bits = _BITS.get(weight_format) or gguf_names().get(weight_format)
     if bits is None:
         raise KeyError(f"unknown weight format {weight_format!r}")

@@ -1,7 +1,7 @@
-"""The manifest beside weights that were made here, atomic writing of both, and the cache's place.
+"""The manifest of weights that Crossover made, atomic writing of files, and the cache folder.
 
-`x.gguf` has `x.gguf.crossover.json`, a folder has `crossover.json` inside. The manifest is written
-last: weights without one are unfinished, or somebody else's.
+The manifest of `x.gguf` is `x.gguf.crossover.json`; that of a folder is `crossover.json` inside it.
+It is written last, so weights without a manifest are unfinished or were not made by Crossover.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from crossover.models.errors import BrokenWeights, ModelError
 from crossover.models.machine_limits import int8_bits
 from crossover.models.model_spec import ModelSpec
 
-# The number goes up when the same source would give other files: what an earlier version left in
-# the cache is made again.
+# The number is incremented when the same source would give other files, so that files of an earlier
+# version in the cache are made again.
 _CONVERTER = "convert_to_onnx 4"
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
+Progress = Callable[[str, float | None], None]  # (what is done now, fraction of it 0..1 or None)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """How weights came to be."""
+    """How weights were made."""
 
     kind: str  # gguf, hf, onnx
     spec: ModelSpec
     weight_format: str
     source: str  # "synthetic", or the name of the folder they were converted from
-    generator: str  # "synthesis 1", or `converter`
-    seed: int | None = None
+    generator: str  # "synthesis 1", or `onnx_generator`
+    seed: int | None = None  # None: not random
 
 
-def converter(weight_format: str) -> str:
-    """Return the name of the converter to ONNX in a manifest; weights of int8 depend on the CPU."""
+def onnx_generator(weight_format: str) -> str:
+    """Return the name of the converter to ONNX in a manifest. For int8 it has the number of bits,
+    which depends on the CPU."""
     return _CONVERTER + (f", {int8_bits()} bits" if weight_format == "int8" else "")
 
 
 def manifest_path(weights: Path) -> Path:
-    """Return where the manifest of a weights file or folder lies."""
+    """Return the path of the manifest of a weights file or folder."""
     if weights.is_dir():
         return weights / "crossover.json"
     return weights.with_name(weights.name + ".crossover.json")
@@ -73,14 +74,15 @@ def write_manifest(weights: Path, manifest: Manifest) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or none of it, also after a power cut."""
+    """Write a file so that it has either its old or its new content, also after a power failure."""
     with atomic_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that replaces it when the block ends well."""
+    """Yield the path of a temporary file, which replaces `path` when the block ends without an
+    error."""
     with _temporary(path) as temporary:
         yield temporary
         with temporary.open("rb") as stream:
@@ -90,7 +92,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_file`, for a folder, which is made."""
+    """Create and yield a temporary folder, which replaces `path` when the block ends without an
+    error."""
     with _temporary(path) as temporary:
         temporary.mkdir()
         yield temporary
@@ -100,7 +103,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A name beside `path` by which `making` finds what a killed process leaves."""
+    """Yield an unused path beside `path`, and remove what is there at the end. Its name lets
+    `lock_for_making` find what a killed process left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -114,10 +118,12 @@ def _remove(path: Path) -> None:
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
-    """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover. Raises ModelError for a user
-    without a home."""
+    """Return the cache folder: `override`, or else $CROSSOVER_CACHE, or else ~/.cache/crossover.
+
+    Raises ModelError if it is in the home directory and the user has none.
+    """
     folder = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
-    path = with_home(folder)
+    path = expand_home(folder)
     if str(path).startswith("~"):
         raise ModelError(
             f"The cache folder {str(folder)!r} is in the home directory, and this user has none. "
@@ -126,20 +132,20 @@ def cache_dir(override: str | Path | None = None) -> Path:
     return path.absolute()
 
 
-def with_home(path: str | Path) -> Path:
-    """Return the path with the home directory in the place of ~; as it is where the user has
-    none."""
+def expand_home(path: str | Path) -> Path:
+    """Return the path with the home directory in place of ~. If the user has no home directory, the
+    path is returned as it is."""
     return Path(os.path.expanduser(path))
 
 
 @contextlib.contextmanager
-def making(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` while it is made, and remove what a killed holder left.
+def lock_for_making(path: Path) -> Iterator[None]:
+    """Hold the lock of `path` while it is made, and remove what a killed process left behind.
 
-    The lock is for making alone: what is whole is read without it, also from a disk that cannot be
-    written to. Some network file systems have no locks. Two processes may then make the same, each
-    under a temporary name, and nothing is removed, since it may be the other's. Raises ModelError
-    where nothing can be written.
+    Finished files are read without the lock, also from a disk that cannot be written to. On network
+    file systems without locks, two processes may make the same file at the same time, each under a
+    temporary name; then nothing is removed, since it may be in use. Raises ModelError if nothing
+    can be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

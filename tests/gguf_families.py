@@ -31,14 +31,14 @@ from crossover.models.gguf_shapes import (
     Metadata,
     Shapes,
     Sizes,
-    attends,
     attention,
+    attention_metadata,
+    delta_net_metadata,
     experts,
-    has_delta_nets,
-    has_state,
-    mixes,
+    experts_metadata,
     mlp,
     qwen_layer,
+    recurrent_metadata,
 )
 from crossover.models.tokenizer import SPECIAL_TOKENS, shipped
 
@@ -91,7 +91,7 @@ def short_convolution(s: Sizes) -> Shapes:
 
 
 def has_mamba(s: Sizes) -> Metadata:
-    return has_state(s, s.wide, s.mamba_heads)
+    return recurrent_metadata(s, s.wide, s.mamba_heads)
 
 
 # --- families: a layer's tensors, and the metadata
@@ -108,8 +108,8 @@ def gemma(s: Sizes, head: int | None = None) -> Shapes:
 
 def deepseek_metadata(s: Sizes) -> Metadata:
     return {
-        **attends(s),
-        **mixes(s),
+        **attention_metadata(s),
+        **experts_metadata(s),
         "expert_shared_count": 1,
         "leading_dense_block_count": 1,
         "attention.q_lora_rank": 96,
@@ -127,12 +127,12 @@ def granite_metadata(s: Sizes) -> Metadata:
     scales = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
     kv_heads = [s.kv_heads if layer % 4 == 3 else 0 for layer in range(s.layers)]
     more = {"feed_forward_length": s.expert_inner, "attention.head_count_kv": kv_heads}
-    return attends(s) | has_mamba(s) | mixes(s, shared=True) | scales | more
+    return attention_metadata(s) | has_mamba(s) | experts_metadata(s, shared=True) | scales | more
 
 
 def lfm2_metadata(s: Sizes) -> Metadata:
     kv_heads = [s.kv_heads if layer % 3 == 2 else 0 for layer in range(s.layers)]
-    return attends(s) | {"shortconv.l_cache": 3, "attention.head_count_kv": kv_heads}
+    return attention_metadata(s) | {"shortconv.l_cache": 3, "attention.head_count_kv": kv_heads}
 
 
 def nemotron_layer(s: Sizes, layer: int) -> Shapes:
@@ -149,9 +149,9 @@ def nemotron_layer(s: Sizes, layer: int) -> Shapes:
 def nemotron_metadata(s: Sizes) -> Metadata:
     kinds = range(s.layers)
     return {
-        **attends(s),
+        **attention_metadata(s),
         **has_mamba(s),
-        **mixes(s, shared=True),
+        **experts_metadata(s, shared=True),
         "feed_forward_length": [s.inner if layer % 3 == 1 else 0 for layer in kinds],
         "attention.head_count_kv": [s.kv_heads if layer % 3 == 2 else 0 for layer in kinds],
         "expert_shared_count": 1,
@@ -162,9 +162,11 @@ def nemotron_metadata(s: Sizes) -> Metadata:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(lambda s, _: attention(s) | mlp(s), attends, "llama"),
-    "llama-split": Family(lambda s, _: attention(s) | mlp(s), attends, "llama"),
-    "qwen3": Family(lambda s, _: attention(s, norms=True) | mlp(s), attends, "qwen3", is_tied=True),
+    "llama": Family(lambda s, _: attention(s) | mlp(s), attention_metadata, "llama"),
+    "llama-split": Family(lambda s, _: attention(s) | mlp(s), attention_metadata, "llama"),
+    "qwen3": Family(
+        lambda s, _: attention(s, norms=True) | mlp(s), attention_metadata, "qwen3", is_tied=True
+    ),
     "phi3": Family(
         lambda s, _: {
             "attn_norm": (s.hidden,),
@@ -174,12 +176,12 @@ FAMILIES: dict[str, Family] = {
             "ffn_up": (2 * s.inner, s.hidden),
             "ffn_down": (s.hidden, s.inner),
         },
-        attends,
+        attention_metadata,
         "phi3",
     ),
     "gemma3": Family(
         lambda s, _: gemma(s),
-        lambda s: attends(s) | {"attention.sliding_window": s.window},
+        lambda s: attention_metadata(s) | {"attention.sliding_window": s.window},
         "gemma3",
     ),
     "gemma4": replace(GEMMA4, is_tied=False),
@@ -197,7 +199,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "falcon-h1": Family(
         lambda s, _: attention(s) | mamba2(s) | {"ffn_norm.": (s.hidden,)} | without_norm(mlp(s)),
-        lambda s: attends(s) | has_mamba(s),
+        lambda s: attention_metadata(s) | has_mamba(s),
         "falcon-h1",
     ),
     "granitehybrid": Family(
@@ -218,12 +220,12 @@ FAMILIES: dict[str, Family] = {
     "qwen35": QWEN35,
     "qwen35moe": Family(
         lambda s, layer: qwen_layer(s, layer, qwen_experts(s)),
-        lambda s: attends(s) | has_delta_nets(s) | mixes(s, shared=True),
+        lambda s: attention_metadata(s) | delta_net_metadata(s) | experts_metadata(s, shared=True),
         "qwen35moe",
     ),
     "qwen3next": Family(
         lambda s, layer: qwen_layer(s, layer, qwen_experts(s), joined=True),
-        lambda s: attends(s) | has_delta_nets(s) | mixes(s, shared=True),
+        lambda s: attention_metadata(s) | delta_net_metadata(s) | experts_metadata(s, shared=True),
         "qwen3next",
     ),
     "nemotron_h_moe": Family(nemotron_layer, nemotron_metadata, "nemotron_h_moe"),

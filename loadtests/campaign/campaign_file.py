@@ -531,7 +531,7 @@ def backends_on(
 
     On the CPU, and where the device is not known yet (None): those that it names, otherwise the
     usual ones. If the GPU is measured too (`is_only` is False), torch is left out on the CPU unless
-    it is the only one: there it is a reference, and takes long.
+    it is the only backend, since on a CPU it serves only as a reference.
     """
     if device == "gpu":
         return _backends_on_gpu(file, gpu_backends, model)

@@ -3,9 +3,9 @@ load level that confirms it.
 
     capacity = CellRun(state, cell_block, progress, clock).run(open_bench)
 
-What comes next is decided by next_measurement.py from what is on record, and is carried out and
-recorded here. Everything that is needed to continue after a kill is in `state`, which is read from
-the run folder. A ServerBench measures on a server that is ready.
+next_measurement.py decides what comes next from what is recorded; here it is measured and recorded.
+Everything that is needed to continue after a kill is in `state`, which is read from the run folder.
+A ServerBench measures on a server that is ready.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class CellRun:
         )
 
     def next_measurement(self) -> Measurement:
-        """Decided from the journal alone, so that a resumed campaign continues where it stopped."""
+        """Return the next measurement, decided from the journal alone, so that a resumed campaign
+        continues where it stopped."""
         progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
         return next_measurement(progress)
 

@@ -1,4 +1,4 @@
-"""Decides what to measure next in one cell, from what is on record of it. Pure.
+"""Decides what to measure next in one cell, from the levels that are recorded. Pure.
 
     measurement = next_measurement(progress)
 
@@ -11,8 +11,8 @@ met the SLO and the lowest that missed it are within a factor of NARROW, and a l
 the lower one. If the time that is left does not pay for such levels, shorter ones bound the
 capacity: they confirm no rate, but they show one that met the SLO and one that missed it.
 
-The decision reads no clock and no file, so a campaign that was killed decides the same again from
-its journal.
+The decision depends on no clock and no file, so a campaign that was killed makes the same decision
+again from its journal.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ Measurement = SingleStream | Calibrate | RunLevel | RestartServer | Stop
 
 @dataclass(frozen=True, kw_only=True)
 class CellProgress:
-    """What is on record of a cell in one block, as far as the next measurement depends on it."""
+    """What is recorded about a cell in one block, as far as the next measurement depends on it."""
 
     slo: Slo
     workload: Workload

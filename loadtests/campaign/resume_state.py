@@ -94,7 +94,9 @@ class CellRecord:
                 self.ended = event
             case journal.LevelStarted():
                 self._attempts[event.level.rpartition(".")[0]] += 1
-            case journal.LevelFinished(disturbance=found) if found and found.is_set_aside:
+            case journal.LevelFinished(disturbance=contention) if (
+                contention and contention.is_set_aside
+            ):
                 self.lost_seconds += event.spent_seconds
             case journal.LevelFinished() | journal.LevelAbandoned():
                 self.spent_seconds += event.spent_seconds

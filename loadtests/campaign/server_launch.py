@@ -235,7 +235,7 @@ class CellServer:
 
 
 def ready_of_endpoint(cell: str, target: Target, details: EndpointDetails) -> CellReady:
-    """Return the event of an endpoint that serves, with all that it said of itself."""
+    """Return the event of an endpoint that serves, with the details that it reported."""
     info = EngineInfo()
     if details.placement is not None:
         info = info_of(details.placement)

@@ -42,6 +42,7 @@ from crossover.serving.capacity.step_time_model import (
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.request_lengths import Workload
 
+SAMPLED_REQUESTS = 400  # drawn from the workload for its lengths
 SHORT_PROMPT_TOKENS = 16
 MAX_STREAMS = 64
 MAX_SLOTS = 64  # largest number that bursts look for
@@ -108,8 +109,8 @@ def calibrate(
     pair of bursts after a search for slots that took most of the time, and the second pair if the
     first does not fit.
     """
-    # Of conversations, prompts include the history.
-    prompt_tokens = lengths_of(workload, 400, 1).prompt
+    # Prompts of conversations include the history.
+    prompt_tokens = lengths_of(workload, SAMPLED_REQUESTS, seed=1).prompt
     run = _CalibrationRun(send, prompt_tokens, seconds, experts)
     for level in single_streams:
         run.observe(level)
@@ -134,7 +135,7 @@ class _CalibrationRun:
         self.observations: list[StepObservation] = []
         self.spent_seconds = 0.0
         self.has_steps = False  # some chunks were single tokens
-        self._send_burst = send
+        self._send = send
         self._workload_prompts = workload_prompts
         self._seconds = seconds
         self._experts = experts
@@ -151,7 +152,7 @@ class _CalibrationRun:
 
     def send(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level | None:
         """Send a burst and add its steps. Returns None if it was disturbed."""
-        level = self._send_burst(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
+        level = self._send(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
         if level is not None and len(level.chunks):
             self.spent_seconds += float(np.nanmax(level.chunks))
             self.observe(level)

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from crossover.models.formatting import GIB
-from crossover.models.weights_manifest import with_home
+from crossover.models.weights_manifest import expand_home
 from crossover.reports.errors import ReportError
 from crossover.serving.option_help import Positive
 
@@ -102,7 +102,7 @@ class _CatalogFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def user_file() -> Path:
     """Return the path of the user's own devices; the file may not exist."""
-    home = os.environ.get("XDG_CONFIG_HOME") or with_home("~/.config")
+    home = os.environ.get("XDG_CONFIG_HOME") or expand_home("~/.config")
     return Path(home) / "crossover" / "devices.toml"
 
 

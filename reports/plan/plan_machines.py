@@ -20,7 +20,7 @@ import numpy as np
 from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models.identify_model import name_of
-from crossover.models.weights_manifest import with_home
+from crossover.models.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
@@ -174,7 +174,7 @@ def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
     `model` is the name of the model in the run, or the file or folder that it was loaded from.
     """
     names = {model, name_of(model)}
-    sources = {model, str(with_home(model).absolute())}
+    sources = {model, str(expand_home(model).absolute())}
     cells_of_models = best_cells(data).values()
     for cells in cells_of_models:
         if any(cell.model in names for cell in cells.values()):

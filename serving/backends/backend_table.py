@@ -24,7 +24,7 @@ from crossover.models.weight_formats import (
     DEFAULT_FORMATS,
     FORMATS,
     GGUF_FORMATS,
-    spelt,
+    normalized_format,
     tensor_type,
 )
 from crossover.serving.backends.backend_probe import BackendProbe
@@ -360,7 +360,7 @@ def format_of(name: str, weight_format: str | None) -> str:
     if spec.weights is None or not spec.formats:
         return weight_format
     try:
-        return spelt(spec.weights, weight_format)
+        return normalized_format(spec.weights, weight_format)
     except UnsupportedModel as problem:
         formats = ", ".join(spec.formats)
         message = f"The backend {name!r} has no weight format {weight_format!r}. Formats: {formats}"
@@ -381,7 +381,7 @@ def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
         return spec.weights, format_of(name, weight_format)
     for kind in ("hf", "gguf", "onnx"):
         with contextlib.suppress(UnsupportedModel):
-            return kind, spelt(kind, weight_format or DEFAULT_FORMATS[kind])
+            return kind, normalized_format(kind, weight_format or DEFAULT_FORMATS[kind])
     raise Unsupported(f"No engine has the weight format {weight_format!r}", "weight_format")
 
 

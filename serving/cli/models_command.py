@@ -23,7 +23,7 @@ import typer
 from crossover.models import formatting
 from crossover.models.errors import ModelError
 from crossover.models.identify_model import ModelIdentity, identify
-from crossover.models.model_ladder import LADDER, SIZED
+from crossover.models.model_ladder import LADDER, LLAMA_CPP_MODELS
 from crossover.models.resolve_model import resolve
 from crossover.models.weight_formats import FORMATS, known_format, weight_bytes
 from crossover.models.weights_manifest import cache_dir
@@ -76,7 +76,7 @@ def list_models(cache: Cache = None) -> None:
     row_layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     headings = ("model", "parameters", "active", *LISTED_FORMATS)
     typer.echo(row_layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
-    for shape in sorted((*LADDER, *SIZED), key=lambda shape: shape.spec.parameters):
+    for shape in sorted((*LADDER, *LLAMA_CPP_MODELS), key=lambda shape: shape.spec.parameters):
         spec = shape.spec
         cached_files = cache_folder.glob(f"synthetic/{spec.name}/[!.]*")
         cached_names = sorted(file.name for file in cached_files if file.suffix != ".json")

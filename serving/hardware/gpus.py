@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from crossover.models.child_process import Ran, run_python
+from crossover.models.child_process import ChildResult, run_python
 from crossover.models.machine_limits import ROOT, read_text
 from crossover.serving.errors import Cause, Unsupported
 
@@ -109,7 +109,7 @@ def visible(gpus: tuple[GpuFacts, ...], variable: str | None) -> tuple[GpuFacts,
     return tuple(gpu for gpu in gpus if is_visible(gpu))
 
 
-def run_probe(function: str, timeout_seconds: float) -> Ran:
+def run_probe(function: str, timeout_seconds: float) -> ChildResult:
     """Call "module:function" in a child process, because importing a backend's library may crash or
     hang. `output` has the result as JSON."""
     module, _, name = function.partition(":")

@@ -18,7 +18,7 @@ from crossover.models.errors import ModelError
 from crossover.models.gguf_shapes import SHAPES
 from crossover.models.identify_model import ModelIdentity, find_local, identify
 from crossover.models.machine_limits import cgroup_cores
-from crossover.models.model_ladder import is_ladder_model, ladder_model, sized
+from crossover.models.model_ladder import is_ladder_model, ladder_model, llama_cpp_model
 from crossover.models.resolve_model import ResolvedModel, resolve
 from crossover.models.tokenizer import try_tokenizer
 from crossover.models.weights_manifest import Progress, read_manifest
@@ -319,7 +319,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     model, its backend and weight format. Placement chooses these for a ladder model."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
     memory_by_context: tuple[EngineMemory, ...] = ()
-    shape = sized(model.source)
+    shape = llama_cpp_model(model.source)
     if is_ladder_model(model.source):
         spec = ladder_model(model.source).spec
     elif shape is not None and find_local(model.source) is None:

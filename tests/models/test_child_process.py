@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crossover.models.child_process import run_aside, run_python
+from crossover.models.child_process import run_in_child, run_python
 from crossover.models.errors import BrokenWeights, ModelError
 from tests.tools.forks import ROOT
 
@@ -49,12 +49,12 @@ def test_at_its_time_limit_a_child_is_killed_with_what_it_started(tmp_path: Path
 
 def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
     seen: list[tuple[str, float | None]] = []
-    run_aside(f"{WORK}:double", lambda *what: seen.append(what), 21)
+    run_in_child(f"{WORK}:double", lambda *what: seen.append(what), 21)
     assert seen == [("doubled", 42.0)]
     with pytest.raises(BrokenWeights, match="on purpose"):
-        run_aside(f"{WORK}:fail", None)
+        run_in_child(f"{WORK}:fail", None)
     with pytest.raises(ModelError, match="died with status -9: most likely out of memory"):
-        run_aside(f"{WORK}:die", None)
+        run_in_child(f"{WORK}:die", None)
 
 
 def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
 import sys; sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
 from pathlib import Path
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.models.child_process import run_aside, run_python
-run_aside("{WORK}:double", None, 21)
+from crossover.models.child_process import run_in_child, run_python
+run_in_child("{WORK}:double", None, 21)
 assert run_python("-c", "import crossover.models.errors, psutil").status == 0
 with LoadGenerator(log=Path("log")) as one:
     pass

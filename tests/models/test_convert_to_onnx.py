@@ -14,7 +14,7 @@ from crossover.models.machine_limits import int8_bits
 from crossover.models.model_spec import ModelSpec
 from crossover.models.random_weights import write_hf_folder
 from crossover.models.resolve_model import resolve
-from crossover.models.rotated_weights import Turned, turned
+from crossover.models.rotated_weights import RotatedRows, rotated
 from crossover.models.safetensors_reader import stored_rows
 from crossover.models.weights_manifest import read_manifest
 from tests.graph_logits import divergence, graph_logits
@@ -34,7 +34,7 @@ def compared(folder: Path, source: Path, spec: ModelSpec) -> float:
 
 def unmarked(shape: str, out: Path) -> Path:
     """A folder from somebody else: nothing says that its weights are random, so they are
-    turned."""
+    rotated."""
     shutil.copytree(hf_folder(shape), out)
     (out / "crossover.json").unlink()
     return out
@@ -83,7 +83,7 @@ def test_without_vnni_int8_weights_have_seven_bits(
         assert divergences[8] > 5 * divergences[7]
 
 
-def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(
+def test_a_rotated_model_is_the_same_function_without_channels_that_stick_out(
     tmp_path: Path,
 ) -> None:
     """Where a channel is a hundred times the others, 8 bits a token lose the rest."""
@@ -95,17 +95,17 @@ def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     spec = TINY["tiny-mistral"]
     plain = stored_rows(source, spec)
-    even = Turned(spec, plain, source)
+    even = RotatedRows(spec, plain, source)
     rows = plain("model.embed_tokens.weight", 0, 20)
     moved = even("model.embed_tokens.weight", 0, 20)
     assert np.allclose(np.linalg.norm(rows, axis=1), np.linalg.norm(moved, axis=1), rtol=1e-5)
     assert np.abs(moved).max(1).mean() < np.abs(rows).max(1).mean() / 3
-    basis = turned(np.eye(64, dtype=np.float32))
+    basis = rotated(np.eye(64, dtype=np.float32))
     assert np.allclose(basis @ basis.T, np.eye(64), atol=1e-5)
     folder = make_onnx(source, tmp_path / "out", "int8")
     shutil.copy(
         hf_folder("tiny-mistral") / "crossover.json", source
-    )  # taken for random: not turned
+    )  # taken for random: not rotated
     untouched = make_onnx(source, tmp_path / "untouched", "int8")
     better, worse = (compared(one, source, spec) for one in (folder, untouched))
     assert better < worse / 2

@@ -8,7 +8,7 @@ import pytest
 
 from crossover.models.gguf_reader import read_header
 from crossover.models.gguf_shapes import SHAPES, Sizes
-from crossover.models.model_ladder import ladder_model, sized
+from crossover.models.model_ladder import ladder_model, llama_cpp_model
 from crossover.models.model_spec import ModelSpec
 from crossover.models.random_weights import write_gguf, write_gguf_shape, write_hf_folder
 from crossover.models.safetensors_reader import check_tensors
@@ -72,7 +72,7 @@ def test_the_tensors_of_a_shape_are_the_parameters_that_the_ladder_lists(name: s
 
 
 def ladder_shape(name: str) -> ModelSpec:
-    shape = sized(name)
+    shape = llama_cpp_model(name)
     assert shape is not None
     return shape.spec
 

@@ -24,7 +24,7 @@ from crossover.models.weights_manifest import (
     atomic_file,
     atomic_folder,
     cache_dir,
-    making,
+    lock_for_making,
     manifest_path,
     read_manifest,
     write_manifest,
@@ -104,7 +104,7 @@ def test_atomic_writers_replace_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_the_lock_keeps_others_out_and_what_a_killed_holder_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".x.0123.part").write_text("half")
-    with making(tmp_path / "x"), (tmp_path / ".x.lock").open("w") as stream:
+    with lock_for_making(tmp_path / "x"), (tmp_path / ".x.lock").open("w") as stream:
         assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +120,13 @@ def test_a_disk_without_locks_serves_and_nothing_of_others_is_removed(
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / ".x.0123.part").write_text("another process is writing this")
     if code == errno.EIO:
-        with pytest.raises(ModelError, match=r"x\.lock' cannot be locked"), making(tmp_path / "x"):
+        with (
+            pytest.raises(ModelError, match=r"x\.lock' cannot be locked"),
+            lock_for_making(tmp_path / "x"),
+        ):
             pass
     else:
-        with making(tmp_path / "x"), atomic_file(tmp_path / "x") as temporary:
+        with lock_for_making(tmp_path / "x"), atomic_file(tmp_path / "x") as temporary:
             temporary.write_text("whole")
         assert (tmp_path / "x").read_text() == "whole"
     assert (tmp_path / ".x.0123.part").exists()

@@ -14,7 +14,7 @@ from crossover.models.errors import BrokenWeights, ModelError
 from crossover.models.hf_config import read_config
 from crossover.models.resolve_model import resolve
 from crossover.models.safetensors_reader import INDEX, read_tensors, weight_files
-from crossover.models.weights_manifest import cache_dir, with_home
+from crossover.models.weights_manifest import cache_dir, expand_home
 
 TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 OTHERS = ["consolidated.safetensors", "adapter_model.safetensors"]
@@ -102,7 +102,7 @@ def test_without_a_home_there_is_a_sentence_and_no_traceback(
     with pytest.raises(ModelError, match="--cache"):
         cache_dir("~/weights")
     assert cache_dir("/weights") == Path("/weights")
-    assert with_home("~/x") == Path("~/x")
+    assert expand_home("~/x") == Path("~/x")
     for name in ("~/model.gguf", "~nobody/model"):
         with pytest.raises(ModelError):
             resolve(name, kind="gguf")

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.model_spec import ModelSpec
-from crossover.models.safetensors_reader import EMBEDDING, FORMATS, HEAD, Stored, read_tensors
+from crossover.models.safetensors_reader import EMBEDDING, FORMATS, HEAD, StoredTensor, read_tensors
 from crossover.models.weights_manifest import Progress
 
 DTYPES: dict[str, torch.dtype] = {
@@ -106,7 +106,7 @@ class Checkpoint:
             )
         return FORMATS[dtype]
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.stored:
             raise BrokenWeights(f"{self.folder.name} lacks the tensor {name!r}")
         return self.stored[name]

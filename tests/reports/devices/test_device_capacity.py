@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from crossover.models.model_ladder import ladder_model, sized
+from crossover.models.model_ladder import ladder_model, llama_cpp_model
 from crossover.models.weight_formats import weight_bytes
 from crossover.reports.devices.device_capacity import (
     Machine,
@@ -87,7 +87,7 @@ def test_asking_the_whole_list_takes_seconds() -> None:
 
 
 def listed(name: str, machine: Machine, weight_format: str = "Q4_0") -> Service:
-    found = sized(name)
+    found = llama_cpp_model(name)
     assert found is not None
     return Service(machine, found.spec, weight_format, TRAFFIC)
 

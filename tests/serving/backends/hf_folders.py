@@ -76,8 +76,8 @@ def _write_gpt2(folder: Path) -> None:
 def children_here(
     monkeypatch: pytest.MonkeyPatch, module: str = "crossover.models.resolve_model"
 ) -> None:
-    """What crossover.models.child_process.run_aside does, in this process, for tests about what it
-    makes; tests/models/test_convert_to_onnx.py converts in a new interpreter.
+    """What crossover.models.child_process.run_in_child does, in this process, for tests about what
+    it makes; tests/models/test_convert_to_onnx.py converts in a new interpreter.
     """
 
     def run(function: str, progress: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ def children_here(
         with warnings.catch_warnings(action="ignore"):
             getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
 
-    monkeypatch.setattr(f"{module}.run_aside", run)
+    monkeypatch.setattr(f"{module}.run_in_child", run)
 
 
 @functools.cache

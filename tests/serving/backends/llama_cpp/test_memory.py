@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from crossover.models.gguf_reader import read_header
-from crossover.models.model_ladder import ladder_model, sized
+from crossover.models.model_ladder import ladder_model, llama_cpp_model
 from crossover.models.model_spec import ModelSpec
 from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 def listed_spec(name: str) -> ModelSpec:
     """The shape that `crossover models list` has."""
-    found = sized(name)
+    found = llama_cpp_model(name)
     return ladder_model(name).spec if found is None else found.spec
 
 
