@@ -84,8 +84,8 @@ class Stream:
         writer: asyncio.StreamWriter,
     ) -> None:
         self.truth, self.number, self.entry = truth, number, entry
-        self.over = asyncio.Event()
-        self.breaks = bool(truth.cut_every) and number % truth.cut_every == 0
+        self.ended = asyncio.Event()
+        self.is_cut_off = bool(truth.cut_every) and number % truth.cut_every == 0
         self.output_tokens = int(body.get("max_tokens") or 16)
         prompt = body.get("prompt") or ""
         self.messages = [str(message["content"]) for message in body.get("messages") or ()]
@@ -97,39 +97,41 @@ class Stream:
         self.cached_tokens = 0  # tokens of the prompt that are those of an earlier conversation
         self.answer = ""
         self._reasoning_tokens = int(truth.reasoning_share * self.output_tokens)
-        self.made = 0  # tokens that a Batch has decoded
-        self.left = self.prompt_tokens  # prompt tokens that a Batch has still to process
-        self.sent = 0  # tokens written to the client
+        self.decoded_tokens = 0  # by a Batch
+        self.prompt_tokens_left = self.prompt_tokens  # that a Batch has still to process
+        self.sent_tokens = 0  # written to the client
         self._options = body.get("stream_options") or {}
         self.reader, self.writer = reader, writer
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the answer is complete or cut off, or the client has closed the connection."""
-        return self.over.is_set() or self.reader.at_eof() or self.writer.is_closing()
+        return self.ended.is_set() or self.reader.at_eof() or self.writer.is_closing()
 
     def write(self) -> None:
         """Write the next chunk and log its time. After the last chunk, end the answer."""
-        if self.is_over:
+        if self.has_ended:
             return
-        tokens = min(self.truth.chunk_tokens, self.output_tokens - self.sent)
-        out = b"" if self.sent else self.head()
-        self.sent += tokens
+        tokens = min(self.truth.chunk_tokens, self.output_tokens - self.sent_tokens)
+        out = b"" if self.sent_tokens else self.head()
+        self.sent_tokens += tokens
         counts = self.usage() if self._options.get("continuous_usage_stats") else {}
         text = "ab " * tokens
-        if self.is_chat and self.sent > self._reasoning_tokens:
+        if self.is_chat and self.sent_tokens > self._reasoning_tokens:
             self.answer += text
             self.entry.setdefault("first_answer", clock())
         out += self.event(self.choice(text) | counts)
-        is_last = self.sent >= (self.output_tokens / 2 if self.breaks else self.output_tokens)
+        is_last = self.sent_tokens >= (
+            self.output_tokens / 2 if self.is_cut_off else self.output_tokens
+        )
         self.entry.setdefault("first_tokens", tokens)
-        self.entry["tokens"] = self.sent
+        self.entry["tokens"] = self.sent_tokens
         self.entry["chunks"].append(clock())
         self.writer.write(out + self.end() if is_last else out)
         if is_last:
-            self.entry["whole"] = not self.breaks
-            self.over.set()
-            if self.breaks:
+            self.entry["whole"] = not self.is_cut_off
+            self.ended.set()
+            if self.is_cut_off:
                 self.writer.close()
 
     def head(self) -> bytes:
@@ -142,7 +144,7 @@ class Stream:
     def end(self) -> bytes:
         """Return what follows the last chunk: the finish reason, usage and [DONE]; nothing for an
         answer that is cut off."""
-        if self.breaks:
+        if self.is_cut_off:
             return b""
         out = self.event(self.choice("", finish="length"))
         if self._options.get("include_usage"):
@@ -151,16 +153,16 @@ class Stream:
 
     def usage(self) -> Body:
         """Return the token counts so far, as OpenAI's `usage` field."""
-        counts: Body = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent}
+        counts: Body = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent_tokens}
         if self.is_chat:
             counts["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        return {"usage": counts | {"total_tokens": self.prompt_tokens + self.sent}}
+        return {"usage": counts | {"total_tokens": self.prompt_tokens + self.sent_tokens}}
 
     def choice(self, text: str, finish: str | None = None) -> Body:
         """Return a chunk with this text, as JSON of the route that was requested."""
         choice: Body = {"index": 0, "text": text, "finish_reason": finish}
         if self.is_chat:
-            is_answer = self.sent > self._reasoning_tokens
+            is_answer = self.sent_tokens > self._reasoning_tokens
             key = "content" if is_answer else "reasoning_content"
             choice = {"index": 0, "delta": {key: text}, "finish_reason": finish}
         return {"id": f"request-{self.number}", "model": MODEL, "choices": [choice]}
@@ -190,15 +192,16 @@ class Batch:
         """Begin a step at `now` with the requests there are; without any, the batch is idle."""
         step_times = self._truth.step_times
         assert step_times is not None
-        self._in_prefill = [stream for stream in self._in_prefill if not stream.is_over]
-        decoding = self._decoding = [stream for stream in self._decoding if not stream.is_over]
+        self._in_prefill = [stream for stream in self._in_prefill if not stream.has_ended]
+        self._decoding = [stream for stream in self._decoding if not stream.has_ended]
+        decoding = self._decoding
         while self.waiting and len(self._in_prefill) + len(decoding) < self._truth.slots:
             self._in_prefill.append(self.waiting.popleft())
         remaining_tokens = PREFILL_TOKENS if decoding else STEP_TOKENS
         self._pieces = []
         for stream in self._in_prefill:
             if remaining_tokens > 0:
-                piece_tokens = min(stream.left, remaining_tokens)
+                piece_tokens = min(stream.prompt_tokens_left, remaining_tokens)
                 self._pieces.append((stream, piece_tokens))
                 remaining_tokens -= piece_tokens
         self.ends = None
@@ -206,25 +209,33 @@ class Batch:
             seconds = step_times.seconds(
                 rows=len(decoding),
                 prompt_tokens=sum(piece_tokens for _, piece_tokens in self._pieces),
-                context_tokens=sum(stream.prompt_tokens + stream.made for stream in decoding),
+                context_tokens=sum(
+                    stream.prompt_tokens + stream.decoded_tokens for stream in decoding
+                ),
                 passes=len(self._pieces) + bool(decoding),
             )
-            previous_period, self._period = self._period, int(now / self._truth.period)
-            seconds *= self._truth.slower if self._period % 2 else 1.0
-            self.ends = now + seconds + self._truth.pause * (self._period != previous_period)
+            period = int(now / self._truth.period)
+            if period % 2:
+                seconds *= self._truth.slower
+            if period != self._period:
+                seconds += self._truth.pause
+            self._period = period
+            self.ends = now + seconds
 
     def end(self) -> list[Stream]:
         """End the running step and begin the next one. Return the requests that got a token."""
         assert self.ends is not None
         with_token = list(self._decoding)
         for stream, piece_tokens in self._pieces:
-            stream.left -= piece_tokens
-            if not stream.left:
+            stream.prompt_tokens_left -= piece_tokens
+            if not stream.prompt_tokens_left:
                 self._in_prefill.remove(stream)
                 with_token.append(stream)
         for stream in with_token:
-            stream.made += 1
-        self._decoding = [stream for stream in with_token if stream.made < stream.output_tokens]
+            stream.decoded_tokens += 1
+        self._decoding = [
+            stream for stream in with_token if stream.decoded_tokens < stream.output_tokens
+        ]
         self.begin(self.ends)
         return with_token
 
@@ -274,7 +285,7 @@ class Server:
                 headers = {name.lower(): value.strip() for name, _, value in pairs}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 path = first.split(" ")[1]
-                status, response = self.say(path, headers, body)
+                status, response = self.respond(path, headers, body)
                 if status == 200 and path.endswith("completions"):
                     number, request = len(self.log) + 1, msgspec.json.decode(body)
                     entry = {"arrived": reader.moment, "chunks": [], "status": 200}
@@ -284,7 +295,7 @@ class Server:
                     answer(writer, status, response)
         writer.close()
 
-    def say(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
+    def respond(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
         """Return status and JSON of a response that is not streamed."""
         if path == "/truth":
             return 200, self.log
@@ -303,7 +314,7 @@ class Server:
         if truth.step_times is not None:
             self._batch.waiting.append(stream)
             self._has_request.set()
-            await stream.over.wait()
+            await stream.ended.wait()
         elif truth.waiting is not None and self._slots.locked() and self._waiting >= truth.waiting:
             stream.entry["status"] = 429
             answer(stream.writer, 429, {"error": {"message": "as told"}})
@@ -322,7 +333,7 @@ class Server:
         truth = stream.truth
         next_chunk = clock() + truth.ttft
         chunk_count = 0
-        while not stream.is_over:
+        while not stream.has_ended:
             if chunk_count == STALL_AT and stream.number % 3 == 0:
                 next_chunk += truth.stall
             await asyncio.sleep(next_chunk - clock())

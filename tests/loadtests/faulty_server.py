@@ -37,16 +37,16 @@ class FaultyStream(Stream):
             body.pop("stream_options", None)
         super().__init__(truth, number, body, *more)
         self.faults = truth
-        self.breaks = fail in ("cut", "error", "garbage")
+        self.is_cut_off = fail in ("cut", "error", "garbage")
         self.entry["body"] = {key: value for key, value in body.items() if key != "prompt"}
         self.entry["prompt"] = body.get("prompt")
 
     def write(self) -> None:
         if self.fail != "no_content":
             super().write()
-        elif not self.is_over:
+        elif not self.has_ended:
             self.writer.write(self.head() + self.end())
-            self.over.set()
+            self.ended.set()
 
     def head(self) -> bytes:
         role = self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
@@ -63,11 +63,11 @@ class FaultyStream(Stream):
 class FaultyServer(Server):
     truth: Truth
 
-    def say(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
+    def respond(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
         key = self.truth.key
         if key and headers.get("authorization") != f"Bearer {key}":
             return 401, {"error": {"message": "no"}}
-        return super().say(path, headers, body)
+        return super().respond(path, headers, body)
 
     def stream(self, path: str, *asked: Any) -> Stream:
         number, body = asked[:2]

@@ -20,7 +20,13 @@ def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any
     """TTFT and TPOT of each request, by a Batch whose steps end when it says so."""
     batch = Batch(truth)
     streams: list[Any] = [
-        SimpleNamespace(prompt_tokens=p, output_tokens=o, made=0, left=p, is_over=False)
+        SimpleNamespace(
+            prompt_tokens=p,
+            output_tokens=o,
+            decoded_tokens=0,
+            prompt_tokens_left=p,
+            has_ended=False,
+        )
         for p, o in zip(prompts, outputs, strict=True)
     ]
     first, last = np.zeros(len(due)), np.zeros(len(due))
