@@ -86,7 +86,9 @@ class Progress:
         """Show what is done now and how far it is, 0..1. It may be called at any rate."""
         percentage = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
         self._activity = printable(activity) + percentage
-        if self._console.is_terminal and self._live is None:
+        if not self._console.is_terminal:
+            self._repeat()
+        elif self._live is None:  # once it runs, it shows the activity by itself
             self._live = Live(
                 console=self._console,
                 transient=True,
@@ -94,8 +96,6 @@ class Progress:
                 get_renderable=self._lines,
             )
             self._live.start()
-        elif self._live is None:
-            self._repeat()
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:

@@ -144,9 +144,10 @@ class _CalibrationRun:
         """Add the steps that the chunks of a level show."""
         if not len(level.chunks):
             return
-        # All requests of a burst may be in flight at once. If the server has fewer slots, more
-        # steps than necessary are merged, which does no harm.
-        steps, _ = observed_steps(level, max(len(level.due), 1), self._experts)
+        # All requests of a burst may be in flight at once. If the server has fewer slots, a waiting
+        # prompt is counted to more steps than it may be part of, which does no harm.
+        max_slots = max(len(level.due), 1)
+        steps, _ = observed_steps(level, max_slots, self._experts)
         self.has_steps = self.has_steps or bool(steps)
         self.observations += merged_steps(steps)
 

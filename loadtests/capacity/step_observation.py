@@ -48,9 +48,7 @@ MIN_STEPS = 50  # fewer say little about the factor of a level
 # (docs/benchmarks.md). 57 of 62 levels cover more than 0.7; llama-server's do not.
 MIN_COVERED_SHARE = 0.35
 TPOT_FACTORS = (0.4, 2.5)  # range in which the factor is searched by TPOT
-PART_SECONDS = (
-    30.0  # parts of a level that are compared, to see whether the machine's speed changed
-)
+PART_SECONDS = 30.0  # of a level; parts are compared, to see whether the machine's speed changed
 # The speed changed if the factors of two parts differ by more than this. In 40 recorded levels of
 # undisturbed machines they differed by at most 1.35, or 1.28 if there were 6 to 8 parts; the
 # step-time model's own error makes up to 1.12.
@@ -71,6 +69,7 @@ def observed_steps(
     """Return the observed steps in order, and the share of the busy time that they cover, 0..1.
 
     If the server does not count tokens, each chunk counts as one. [] if chunks are not tokens.
+    `slots`: of the server. A waiting prompt is counted to a step only if a slot is free.
     `experts`: of a mixture of experts; None: the share of experts that a step reads is not counted.
     """
     counts = level.chunk_counts

@@ -90,7 +90,9 @@ class Child:
         if self.log is None:
             return how
         words = last_line(self.log)
-        if words.startswith("stopped"):  # a Crossover server said before that why it gave up
+        # A Crossover server that gave up ends its log with "stopped ..."; the reason is in the line
+        # "giving up: ..." before.
+        if words.startswith("stopped"):
             words = last_line(self.log, "giving up: ") or words
         return f"{how}: {words}" if words else how
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -50,16 +50,20 @@ class Dispatcher:
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
         self._factory = factory = RequestFactory(plan, facts, self._pool)
+        # What is sent: conversations, or requests at scheduled times (open loop), or one request as
+        # soon as another has ended (closed loop).
         self._sessions: list[tuple[float, Conversation, Session]] = []
         self._scheduled: list[Request] = []
+        self._next_requests: Iterator[Request] = iter(())
         if plan.has_sessions:
             self._sessions = factory.conversations()
-            self._next_sessions = iter(self._sessions)  # of a closed loop
         elif plan.concurrency is None:
             self._scheduled = factory.scheduled()
-        self._next_requests = factory.endless()  # of a closed loop
-        if plan.concurrency is not None and plan.requests is not None and not plan.has_sessions:
-            self._next_requests = iter(list(islice(self._next_requests, plan.requests)))
+        elif plan.requests is None:
+            self._next_requests = factory.endless()
+        else:
+            self._next_requests = iter(list(islice(factory.endless(), plan.requests)))
+        self._next_sessions = iter(self._sessions)  # of a closed loop
         self._indices = count()  # of the turns of conversations
         self._account = Ended()
         self._origin = 0.0  # start of the level, on `clock`

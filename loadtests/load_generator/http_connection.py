@@ -322,14 +322,16 @@ class Pool:
 
     def _open(self) -> Connection:
         """Open a connection. Raises OSError."""
-        if self._peer is None:  # the host's name is resolved once
+        is_first = self._peer is None
+        if self._peer is None:  # resolves the host's name, once for all connections
             sock = gevent.socket.create_connection(self._address, CONNECT_SECONDS)
             self._peer = sock.family, sock.getpeername()
         else:
             sock = gevent.socket.socket(self._peer[0], socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_SECONDS)
-            sock.connect(self._peer[1])  # does nothing for the first, which is connected
+            if not is_first:
+                sock.connect(self._peer[1])
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])

@@ -162,7 +162,9 @@ def warnings_of_cores(physical_cores: int, speeds: CoreSpeeds | None) -> Iterato
     if speeds is None:
         return
     cores = speeds.equivalent_cores
-    if cores < min(physical_cores, speeds.cpus):
+    # A CPU quota may let a process use fewer CPUs than the cores that it may run on.
+    usable_cores = min(physical_cores, speeds.cpus)
+    if cores < usable_cores:
         yield (
             "hyperthreads",
             f"{speeds.cpus} CPUs behave like {cores} cores: they are probably hyperthreads that "

@@ -133,6 +133,8 @@ def _marks_of(output_format: OutputFormat, plain_state: State) -> _Marks:
         end_of_message: dict[str, State] = {_HARMONY_START: "header", _HARMONY_CHANNEL: "header"}
         end_of_message |= dict.fromkeys(_HARMONY_ENDS, "header")
         return _Marks(
+            # After a prompt that ends with "<|start|>assistant", the output may go on with the
+            # recipient of a call.
             openers={_HARMONY_START: "header", _HARMONY_CHANNEL: "header", " to=": "header"},
             ends={
                 "reasoning": end_of_message,
@@ -141,6 +143,7 @@ def _marks_of(output_format: OutputFormat, plain_state: State) -> _Marks:
                 "header": {_HARMONY_MESSAGE: "content"},  # unless the header says otherwise
             },
         )
+    # Content goes on after a content mark, so that only the mark is removed.
     content_ends: dict[str, State] = dict.fromkeys(output_format.content_marks, "content")
     call_ends: dict[str, State] = {}
     if output_format.calls == "hermes":

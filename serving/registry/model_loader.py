@@ -169,13 +169,14 @@ class ModelLoader:
             residents = self._other_residents(model)
             memory_limit = self.limits.memory_bytes
             free = bytes_free(attempts, residents, memory_limit) if check_memory else {}
-            options = [
+            # With a warm standby, an attempt needs memory for its first fallback too.
+            needed_by_attempt = [
                 bytes_by_place(attempts[index : index + engines_at_once])
                 for index in range(len(attempts))
             ]
-            option, name_to_evict = choose_eviction(options, residents, free)
+            chosen_index, name_to_evict = choose_eviction(needed_by_attempt, residents, free)
             if name_to_evict is None:
-                chosen, *fallbacks = attempts[option:]
+                chosen, *fallbacks = attempts[chosen_index:]
                 if check_memory:
                     fallbacks = [attempt for attempt in fallbacks if attempt.fits]
                 reason = None
