@@ -154,7 +154,7 @@ async def _run(
 
 async def _announce(registry: Registry, url: str, ready_file: str | None, log: ConsoleLog) -> str:
     """Log the progress of loads, and announce each engine that becomes ready. Runs until it is
-    cancelled, or returns the reason if no model can ever be served."""
+    canceled, or returns the reason if no model can ever be served."""
     announced_pids: dict[str, int] = {}  # of the engine that was announced last, by model
     while True:
         models = list(registry.models.values())

@@ -119,7 +119,7 @@ def render_prompt(model: ServedModel, body: ChatRequest, is_constrained: bool) -
         tools = offered_tools(body)
         turns, variables["tools"] = show_tools(turns, tools, model.tokenizer, template)
     add_generation_prompt = body.add_generation_prompt is not False
-    try:  # a template is an untrusted program
+    try:
         prompt = model.tokenizer.render_chat(turns, add_generation_prompt, variables=variables)
         model.tokenizer.check_shown(turns, bool(variables["tools"]))
     except BadChat as problem:

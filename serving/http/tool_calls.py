@@ -118,19 +118,25 @@ def show_tools(
 
 
 def _show_calls(turn: dict[str, Any], calls_form: CallsForm | None) -> None:
-    """Change a turn's calls to the form that the template shows. Calls that it does not show are
+    """Change a turn's calls to the form that the template shows. Calls that it would not show are
     appended to the content as text. `calls_form`: None: it shows no calls."""
-    calls = turn.get("tool_calls", ())
-    # A template that shows calls only beside null content does not show those beside a text.
-    hides_calls = calls_form is not None and calls_form.content_is_null and turn["content"]
-    if calls_form is not None and not hides_calls:
-        if calls_form.content_is_null and "tool_calls" in turn:
-            turn["content"] = None
-        if calls_form.arguments_are_text:
-            for call in calls:
-                call["function"]["arguments"] = _as_text(call["function"]["arguments"])
+    if calls_form is None:
+        _append_calls_as_text(turn)
         return
-    turn.pop("tool_calls", None)
+    if calls_form.content_is_null:
+        if turn["content"]:  # the template shows calls only beside null content
+            _append_calls_as_text(turn)
+            return
+        if "tool_calls" in turn:
+            turn["content"] = None
+    if calls_form.arguments_are_text:
+        for call in turn.get("tool_calls", ()):
+            call["function"]["arguments"] = _as_text(call["function"]["arguments"])
+
+
+def _append_calls_as_text(turn: dict[str, Any]) -> None:
+    """Move a turn's calls to the end of its content."""
+    calls = turn.pop("tool_calls", ())
     if not calls:
         return
     call_texts = [f"{CALL_OPEN}\n{_as_json(call['function'])}\n{CALL_CLOSE}" for call in calls]

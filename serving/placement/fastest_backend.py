@@ -226,7 +226,7 @@ def fastest_backend(
         candidates = [
             _with_times(question, candidate, facts, say, progress) for candidate in candidates
         ]
-        if not question.names_engines:
+        if not question.names_engines:  # REFERENCE counts only if it was measured
             candidates = [
                 candidate
                 for candidate in candidates
@@ -284,13 +284,8 @@ def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[Engine
     by_rate = sorted(usable, key=lambda candidate: candidate.rate, reverse=True)
     if not by_rate or not by_rate[0].rate:
         return by_rate
-    not_distinguishable = [
-        candidate for candidate in by_rate if candidate.rate >= by_rate[0].low_rate
-    ]
-    best = max(
-        not_distinguishable,
-        key=lambda candidate: weight_bytes(model, candidate.weight_format),
-    )
+    tied_for_best = [candidate for candidate in by_rate if candidate.rate >= by_rate[0].low_rate]
+    best = max(tied_for_best, key=lambda candidate: weight_bytes(model, candidate.weight_format))
     return [best, *(candidate for candidate in by_rate if candidate is not best)]
 
 

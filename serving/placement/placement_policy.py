@@ -244,7 +244,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
 
     if fits(model_context):
         return model_context
-    # Bisection for the longest multiple of 1,024 tokens that fits: `low` fits, `high` does not.
+    # Bisection for the longest multiple of 1,024 tokens that fits; `high` does not.
     low, high = shortest // 1024, -(-model_context // 1024)
     while high - low > 1:
         middle = (low + high) // 2
@@ -344,32 +344,41 @@ def _consider_cpu(
     """Yield the reasons against each CPU backend that cannot run or does not fit, then the attempt
     with the first one that does. After it comes the last resort: the backend of `gpu_attempt` on
     the CPU, whose files exist already."""
-    has_attempt, is_memory_short = False, False
-    for backend, weight_format in _cpu_backends(request):
-        is_gpu_backend = gpu_attempt is not None and gpu_attempt.backend == backend
-        if has_attempt and not is_gpu_backend:
-            continue
+    backends = iter(_cpu_backends(request))
+    is_memory_short = False
+    for backend, weight_format in backends:
         if backend in obstacles.missing:
-            text = f"backend {backend!r} cannot run: {obstacles.missing[backend]}"
-            yield Considered(None, Reason(Cause.backend_missing, text))
+            yield Considered(None, _missing_on_cpu(backend, obstacles))
             continue
-        if has_attempt and gpu_attempt is not None:
-            weight_format = gpu_attempt.weight_format
         backend_request = msgspec.structs.replace(request, weight_format=weight_format)
         candidate = consider(backend_request, facts, backend, None)
-        if has_attempt:  # a last resort that does not fit is left out without a reason
-            if candidate.attempt is not None and candidate.reason is None:
-                yield candidate
-            continue
+        if candidate.attempt is not None:
+            yield candidate
+            break
         # Only the first shortage is reported, since the backends after it need even more memory by
         # their default formats.
-        is_repeated = is_memory_short and candidate.attempt is None
-        reason = candidate.reason
-        if reason is not None and reason.cause is Cause.insufficient_memory:
-            is_memory_short = True
-        if not is_repeated:
+        if not is_memory_short:
             yield candidate
-        has_attempt = candidate.attempt is not None
+        if candidate.reason is not None and candidate.reason.cause is Cause.insufficient_memory:
+            is_memory_short = True
+    if gpu_attempt is None:
+        return
+    for backend, _ in backends:  # those after the chosen one
+        if backend != gpu_attempt.backend:
+            continue
+        if backend in obstacles.missing:
+            yield Considered(None, _missing_on_cpu(backend, obstacles))
+            continue
+        weight_format = gpu_attempt.weight_format
+        backend_request = msgspec.structs.replace(request, weight_format=weight_format)
+        candidate = consider(backend_request, facts, backend, None)
+        if candidate.attempt is not None and candidate.reason is None:  # it fits
+            yield candidate
+
+
+def _missing_on_cpu(backend: str, obstacles: Obstacles) -> Reason:
+    text = f"backend {backend!r} cannot run: {obstacles.missing[backend]}"
+    return Reason(Cause.backend_missing, text)
 
 
 def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:

@@ -103,7 +103,7 @@ class ModelLoader:
         models may be unloaded for it."""
         if model.load is None:
             model.load = self._background.start(self._load(model, may_evict))
-            # Not at the end of _load: a task that is cancelled before its first step runs no code.
+            # Not at the end of _load: a task that is canceled before its first step runs no code.
             model.load.add_done_callback(lambda _: setattr(model, "load", None))
         return model.load
 
@@ -242,7 +242,7 @@ class ModelLoader:
 
     async def _unload_idle_and_retry(self) -> None:
         """Unload models that have been idle for long enough, and load models again whose engines
-        kept dying. Runs until it is cancelled."""
+        kept dying. Runs until it is canceled."""
         while True:
             models = list(self.models.values())
             limits = [model.prepared.model.idle_unload_seconds for model in models]
