@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol over httptools, with two kinds of requests that it does not serve.
+"""uvicorn's HTTP/1.1 protocol over httptools, and two kinds of requests that uvicorn cannot serve.
 
 - A request that offers to upgrade the connection. Java's HttpClient offers HTTP/2 (h2c) with each
   request, and curl does with --http2. RFC 9110, 7.8 allows a server to ignore the offer, but
