@@ -186,35 +186,43 @@ class Scheduler:
                 while not self._has_room(rows) and self._drop_or_preempt():
                     pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
-            sampling = (self.running[row.slot] for row in rows if row.wants_token)
-            must_wait = self._must_wait or any(
-                sequence.length < sequence.waited_until for sequence in sampling
-            )
-            launched: Launched | None = None
-            sampled: list[Sampled] = []
-            started = self.clock()
             try:
-                if self._launch is not None and not must_wait:
-                    launched = self._launch(rows, after)
-                if launched is None and after is None:
-                    sampled = self.backend.step(rows)
-                    self._must_wait = False
+                return self._begin(rows, prefill_slots, after)
             except KvFull:
-                if after is None:
-                    if not self._drop_or_preempt():
-                        raise
-                    continue
-            if launched is None and after is not None:
+                if after is not None:
+                    return None
+                if not self._drop_or_preempt():
+                    raise
+
+    def _begin(
+        self, rows: list[Row], prefill_slots: set[int], after: Launched | None
+    ) -> InFlightStep | None:
+        """Launch a step of these rows, or run it to its end if it cannot be launched. Return None
+        if it can neither be launched behind `after` nor run before `after` is read. Raises what the
+        backend raises."""
+        sampling = (self.running[row.slot] for row in rows if row.wants_token)
+        must_wait = self._must_wait or any(
+            sequence.length < sequence.waited_until for sequence in sampling
+        )
+        launched: Launched | None = None
+        sampled: list[Sampled] = []
+        started = self.clock()
+        if self._launch is not None and not must_wait:
+            launched = self._launch(rows, after)
+        if launched is None:
+            if after is not None:
                 return None
-            seconds = self.clock() - started
-            self._last_step.backend_seconds += seconds
-            sequences = [self.running[row.slot] for row in rows]
-            for row, sequence in zip(rows, sequences, strict=True):
-                sequence.computed += len(row.tokens)
-                if sequence.is_at_checkpoint:
-                    self._slots.save(row.slot, sequence.computed_tokens)
-            prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in prefill_slots)
-            return InFlightStep(rows, sequences, prompt_tokens, started, seconds, launched, sampled)
+            sampled = self.backend.step(rows)
+            self._must_wait = False
+        seconds = self.clock() - started
+        self._last_step.backend_seconds += seconds
+        sequences = [self.running[row.slot] for row in rows]
+        for row, sequence in zip(rows, sequences, strict=True):
+            sequence.computed += len(row.tokens)
+            if sequence.is_at_checkpoint:
+                self._slots.save(row.slot, sequence.computed_tokens)
+        prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in prefill_slots)
+        return InFlightStep(rows, sequences, prompt_tokens, started, seconds, launched, sampled)
 
     def _read_tokens(self, step: InFlightStep, deltas: list[Delta]) -> None:
         """Read the sampled tokens of a step, and give them to the sequences that still run. Append

@@ -344,6 +344,7 @@ class Supervisor:
             self._background.start(self._spawn(self._index + 1))
 
     def _stop_engine(self, engine: EngineProcess, drain: bool) -> None:
+        """End an engine: now, or with `drain` after its sequences. One that loads is killed."""
         engine.stop_requested = True
         if engine.ready is not None:
             engine.send(ipc.Stop(drain))
@@ -362,7 +363,7 @@ class Supervisor:
             del self._engines[engine.index]
         self._retired.discard(engine)
         message = "the engine was stopped"
-        if not engine.ended_as_requested:
+        if not engine.ended_as_requested:  # always so if no stop was requested
             cause, message = engine.why()
             self.deaths[cause.value] += 1
             self._record_event("died", message, engine, cause)
