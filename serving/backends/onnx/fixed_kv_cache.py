@@ -107,8 +107,9 @@ class SlotGraph:
         for index, row in enumerate(rows):
             ids[index, : len(row.tokens)] = row.tokens
         width = max(lengths)
-        is_several_prompts = 1 not in ids.shape
-        if not is_several_prompts:  # for several, a wider mask would mean tokens before the prompts
+        if 1 in ids.shape:  # decode rows, or one prompt
+            # A wider mask gives onnxruntime fewer shapes to plan. With several prompts,
+            # GroupQueryAttention would take the added columns for tokens before the prompts.
             width = min(self._context, -(-width // _MASK_MULTIPLE) * _MASK_MULTIPLE)
         mask = (self._columns[:width] < np.array(lengths)[:, None]).astype(np.int64)
         logits = self._logits[first:end]
