@@ -55,7 +55,7 @@ from crossover.reports.errors import BadRun
 from crossover.reports.watts import Power, power_of
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
+from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, drawn_lengths
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import WorkloadError
@@ -426,7 +426,7 @@ def _traffic(manifest: RunManifest) -> Traffic | None:
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
     try:
-        return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals, workload)
+        return Traffic(drawn_lengths(workload, QUICK_REQUESTS, 1), arrivals, workload)
     except WorkloadError:
         return None
 

@@ -19,7 +19,7 @@ from crossover.serving.capacity.binding_limit import (
     binding_limit,
     by_other_processes,
 )
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, server_of
 from crossover.serving.capacity.slo import Slo
 
 
@@ -43,12 +43,12 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
         return None
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
-    server = Server(
+    server = server_of(
         cell.step_times,
         cell.policy,
         cell.traffic.lengths,
         cell.traffic.arrivals,
-        count=QUICK_REQUESTS,
+        QUICK_REQUESTS,
     )
     return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
 

@@ -23,7 +23,7 @@ from crossover.reports.answers.cheapest_gpu import MIN_GAIN, MIN_RATE, gpus_that
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import SLOW_STEPS, simulation_of
 from crossover.reports.report_data import CellData, ReportData
-from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.simulated_capacity import Server, server_of
 from crossover.serving.capacity.slo import Slo
 
 TTFT_SECONDS = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
@@ -139,7 +139,7 @@ def _entry(
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return None
     lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
-    server = Server(cell.step_times, cell.policy, lengths, arrivals, count=REQUESTS)
+    server = server_of(cell.step_times, cell.policy, lengths, arrivals, REQUESTS)
     meets_unloaded, capacities = _capacities(server, grid)
     if cell.estimated_rate and capacities[run_index] > 0:
         # Under the run's SLO the sliders must show the capacity that the table shows.

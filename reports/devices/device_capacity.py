@@ -34,7 +34,7 @@ from crossover.serving.capacity.simulated_capacity import (
     Lengths,
     PrefixReuse,
     Server,
-    lengths_of,
+    drawn_lengths,
 )
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
@@ -72,9 +72,9 @@ Certainty = Literal["yes", "perhaps", "no"]
 StepTimesOf = Callable[[ModelSpec, str, int, int], tuple[StepTimeModel, float]]
 
 
-class Traffic(msgspec.Struct, frozen=True, eq=False):
-    """The requests: their lengths and arrivals. Compared by identity, so that simulations can be
-    cached: make one object for a workload."""
+class Traffic(msgspec.Struct, frozen=True):
+    """The requests: their lengths and arrivals. Lengths are compared by identity, so that
+    simulations can be cached: draw them once for a workload (`drawn_lengths`)."""
 
     lengths: Lengths
     arrivals: Arrivals = Poisson()
@@ -91,10 +91,10 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
         """
         if self.workload is None or (reuse is None and not reasoning_share):
             return self
-        lengths = lengths_of(
+        lengths = drawn_lengths(
             self.workload,
             len(self.lengths.prompt),
-            seed=1,
+            1,
             reuse=reuse,
             reasoning_share=reasoning_share,
         )

@@ -26,7 +26,7 @@ from crossover.reports.chart_style import (
 )
 from crossover.reports.report_data import SIDES, CellData, ReportData
 from crossover.reports.sections.section import Chart, ChartGroup, Picture
-from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.simulated_capacity import server_of
 from crossover.serving.capacity.slo import Slo
 
 POINTS = 14  # of a curve
@@ -96,7 +96,7 @@ def _simulated_rows(cell: CellData, rates: Sequence[float]) -> list[Row]:
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return []
     traffic = cell.traffic
-    server = Server(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
+    server = server_of(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, REQUESTS)
     rows: list[Row] = []
     for rate in rates:
         simulated = server.play(rate)

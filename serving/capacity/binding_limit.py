@@ -24,7 +24,7 @@ import numpy.typing as npt
 from crossover.models import formatting
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.simulated_capacity import Server, crossing_of
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
@@ -207,9 +207,7 @@ class _Gains:
     def _capacity(self, step_times: StepTimeModel, settings: SchedulerSettings) -> float:
         server = self._server
         count = min(server.count, REQUESTS)
-        return Server(step_times, settings, server.lengths, server.arrivals, count=count).crossing(
-            self._slo
-        )
+        return crossing_of(step_times, settings, server.lengths, server.arrivals, self._slo, count)
 
 
 class _LargerSetting(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 import numpy as np
@@ -255,6 +255,46 @@ def capacity(
     return SimulatedCapacity(
         rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
     )
+
+
+@lru_cache(maxsize=32)
+def server_of(
+    step_times: StepTimeModel,
+    settings: SchedulerSettings,
+    lengths: Lengths,
+    arrivals: Arrivals,
+    count: int = REQUESTS,
+) -> Server:
+    """Return the simulated server; the same object for the same arguments, so that its simulations
+    are made once. Lengths are the same only if they are the same object."""
+    return Server(step_times, settings, lengths, arrivals, count=count)
+
+
+@lru_cache(maxsize=1024)
+def crossing_of(
+    step_times: StepTimeModel,
+    settings: SchedulerSettings,
+    lengths: Lengths,
+    arrivals: Arrivals,
+    slo: Slo,
+    count: int,
+) -> float:
+    """Return `Server.crossing` of such a server, without keeping its simulations."""
+    return Server(step_times, settings, lengths, arrivals, count=count).crossing(slo)
+
+
+@lru_cache(maxsize=16)
+def drawn_lengths(
+    workload: Workload,
+    n: int,
+    seed: int,
+    *,
+    reuse: PrefixReuse | None = None,
+    reasoning_share: float = 0.0,
+) -> Lengths:
+    """Return `lengths_of` these arguments; the same object for the same arguments, by which
+    `server_of` recognizes them."""
+    return lengths_of(workload, n, seed, reuse=reuse, reasoning_share=reasoning_share)
 
 
 class Server:
