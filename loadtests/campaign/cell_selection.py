@@ -50,7 +50,14 @@ from crossover.serving.backends.backend_table import (
 )
 from crossover.serving.backends.model_engines import Engine, engines_on, usual_engines
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import SimulatedCapacity, capacity
+from crossover.serving.capacity.simulated_capacity import (
+    REQUESTS,
+    SEED,
+    SimulatedCapacity,
+    capacity,
+    lengths_of,
+)
+from crossover.serving.capacity.simulated_capacity import Server as SimulatedServer
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
@@ -468,17 +475,20 @@ def models_around_limit(
     proportion to the parameters that a token is multiplied with.
     """
     checked = _with_memory_check(campaign)
-    settings = cpu_settings(campaign.server)
+    settings, slo = cpu_settings(campaign.server), campaign.slo
+    lengths = lengths_of(campaign.workload, REQUESTS, SEED)
     reference_parameters = ladder_model(REFERENCE_MODEL).spec.matrix_parameters
-    predicted: dict[str, SimulatedCapacity] = {}
+    step_times_of: dict[str, StepTimeModel] = {}  # of the ladder models up to the limit
     for name in LADDER_MODELS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
         if why_not(cell, checked, facts) is not None:
             continue
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
-        predicted[name] = capacity(
-            step_times.slower(factor), settings, campaign.workload, campaign.slo
-        )
-        if not predicted[name].rate:
+        step_times_of[name] = step_times.slower(factor)
+        unloaded = SimulatedServer(step_times_of[name], settings, lengths).alone()
+        if unloaded.meets(slo).mean() < slo.target:
             break
-    return dict(list(predicted.items())[-count:])
+    return {
+        name: capacity(step_times_of[name], settings, lengths, slo)
+        for name in list(step_times_of)[-count:]
+    }

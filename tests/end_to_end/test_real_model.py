@@ -152,9 +152,9 @@ context_tokens = 512
 cache = "{cache}"
 [search]
 rates = [1.0]
-level_seconds = 5
-single_stream_requests = 3
-single_stream_seconds = 5
+level_seconds = 3
+single_stream_requests = 2
+single_stream_seconds = 3
 """
 
 
