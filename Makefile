@@ -34,7 +34,7 @@ help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
 	@echo "  make test            run the tests (8 minutes after installation)"
-	@echo "  make test-slow       run the remaining architectures of GGUF files"
+	@echo "  make test-slow       run further cases of the same promises: architectures, formats, seeds"
 	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"
 	@echo "  make test-lowest     run the tests with the lowest package versions that pyproject.toml allows"
@@ -52,11 +52,11 @@ demo: $(STAMP)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
-	@echo "== three at a time, since many of them wait; then, alone, what holds a measured time to a bound"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock and not slow"
+	@echo "== four at a time, since many of them wait; then, alone, what holds a measured time to a bound"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not clock and not slow"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 
-# Architectures of GGUF files beside those of each kind that `make test` runs.
+# Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow $$(grep -rl "mark\.slow" tests --include="test_*.py")
 

@@ -82,7 +82,7 @@ def asked(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["llama_cpp", pytest.param("onnx", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, cache: Path, safetensors: Path) -> Iterator[str]:
     source = MODEL if request.param == "llama_cpp" else safetensors
     with served(cache, source, request.param, ENGINES[request.param]) as found:
