@@ -107,7 +107,7 @@ def capacity_errors(
     ("measured", "multiple"),
     [
         pytest.param(FLOAT32_128, 3, id="float32, 3 x"),
-        pytest.param(Q4_0_128, 4, id="Q4_0"),
+        pytest.param(Q4_0_128, 4, id="Q4_0", marks=pytest.mark.slow),
         pytest.param(FLOAT32_128, 6, id="float32, 6 x", marks=pytest.mark.slow),
         pytest.param(FLOAT32_32, 6, id="float32, 4 of 32", marks=pytest.mark.slow),
         pytest.param(Q8_0_128, 3, id="Q8_0", marks=pytest.mark.slow),

@@ -59,7 +59,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("backend", "weight_format"),
-    [("llama_cpp", "Q4_0"), ("onnx", "int8"), ("torch", "fp32")],
+    [
+        ("llama_cpp", "Q4_0"),
+        ("onnx", "int8"),
+        pytest.param("torch", "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_is_what_placement_said(
     folder: Path, tmp_path: Path, backend: str, weight_format: str

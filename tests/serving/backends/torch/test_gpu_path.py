@@ -21,7 +21,7 @@ from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
 from tests.tools.fake_cuda import FakeCuda, install_flash
 
-ON_EVERY_RUN = ("tiny-llama3", "tiny-qwen3")
+ON_EVERY_RUN = ("tiny-qwen3",)
 SHAPES = [
     pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow]) for name in TINY
 ]
