@@ -395,10 +395,11 @@ class Server:
         """Return the SLO attainment if all requests that have not ended yet count and meet it."""
         simulated = simulation.times()
         has_ended = np.isfinite(simulated.e2e)
-        may_count = ~has_ended | self._is_counted(simulated.due, rate)
-        has_missed = has_ended & may_count & ~simulated.meets(slo)
-        count = int(may_count.sum())
-        return (count - int(has_missed.sum())) / count if count else 1.0
+        ended = simulated.of(has_ended)
+        is_counted = self._is_counted(ended.due, rate)
+        count = int((~has_ended).sum() + is_counted.sum())
+        missed = int((is_counted & ~ended.meets(slo)).sum())
+        return (count - missed) / count if count else 1.0
 
     def _is_counted(self, due: Array, rate: float) -> Flags:
         """Return which requests are due after the warm-up and before the cool-down."""

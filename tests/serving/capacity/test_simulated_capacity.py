@@ -57,6 +57,15 @@ def test_requests_that_fail_alone_have_no_capacity():
     assert found.rate == 0.0 and found.alone_share < 0.9
 
 
+def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():
+    slo = Slo("answer", ttft_seconds=None, tpot_seconds=None, ttfa_seconds=1.0)
+    workload = Workload(prompt_tokens=40, output_tokens=16)
+    settings = SchedulerSettings(slots=4)
+    thinks = capacity(STEP_TIMES, settings, workload, slo, reasoning_share=0.5, requests=300)
+    answers = capacity(STEP_TIMES, settings, workload, slo, requests=300)
+    assert 0 < thinks.rate < answers.rate
+
+
 def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
     found = capacity(STEP_TIMES, POLICY, CHAT, Slo("x", None, None, target=0.9))
     server = Server(STEP_TIMES, POLICY, CHAT, count=QUICK_REQUESTS)
