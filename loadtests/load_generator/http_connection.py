@@ -360,12 +360,59 @@ connect = Pool
 
 
 def is_inflatable(encoding: bytes) -> bool:
-    """Return whether `inflater` reads a body with this Content-Encoding."""
+    """Return whether `Inflater` reads a body with this Content-Encoding."""
     return encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate")
 
 
-def inflater() -> Any:
-    """Return zlib's decompressor of one body, gzip or deflate (RFC 9110, 8.4.1)."""
+class Inflater:
+    """Decompresses one body, gzip or deflate (RFC 9110, 8.4.1). A gzip body may have several
+    members (RFC 1952, 2.2), and some servers send deflate without zlib's header."""
+
+    def __init__(self) -> None:
+        self._member = _member()
+        self._inflated_bytes = 0
+        self._is_over = False  # nothing that follows is read
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the body may end here."""
+        return bool(self._member.eof)
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the text of the next piece of the body. Raises ValueError if the piece is damaged
+        or the text has more than MAX_BYTES; pieces after that have no text."""
+        texts: list[bytes] = []
+        while data and not self._is_over:
+            try:
+                texts.append(self._inflate(data))
+            except zlib.error as problem:
+                self._is_over = True
+                if not self._member.eof:
+                    raise ValueError(f"the body is compressed and damaged: {problem}") from problem
+                break  # what follows the last member is no member: gzip ignores it too
+            if self._inflated_bytes > MAX_BYTES:
+                self._is_over = True
+                raise ValueError(f"the body is compressed, and has more than {MAX_BYTES} bytes")
+            data = self._member.unused_data
+        return b"".join(texts)
+
+    def _inflate(self, data: bytes) -> bytes:
+        """Return the text up to the end of the piece or of a member. Raises zlib.error."""
+        member = _member() if self._member.eof else self._member
+        max_length = MAX_BYTES + 1 - self._inflated_bytes
+        try:
+            text: bytes = member.decompress(data, max_length)
+        except zlib.error:
+            if self._inflated_bytes:
+                raise
+            member = zlib.decompressobj(-zlib.MAX_WBITS)  # deflate without a header
+            text = member.decompress(data, max_length)
+        self._member = member
+        self._inflated_bytes += len(text)
+        return text
+
+
+def _member() -> Any:
     return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip and zlib headers are told apart
 
 
@@ -432,10 +479,11 @@ def fetch(
     data = bytes(reader.data)
     encodings = [value for name, value in reader.headers if name.lower() == b"content-encoding"]
     if encodings and is_inflatable(encodings[-1]):
+        inflater = Inflater()
         try:
-            data = inflater().decompress(data, MAX_BYTES)
-        except zlib.error as problem:
-            raise TargetUnusable(
-                f"{pool.host} sent a compressed body that is damaged: {problem}"
-            ) from problem
+            data = inflater.feed(data)
+        except ValueError as problem:
+            raise TargetUnusable(f"{pool.host}: {problem}") from problem
+        if reader.data and not inflater.is_complete:
+            raise TargetUnusable(f"{pool.host}: the body is compressed, and its end is missing")
     return reader.status, reader.headers, data

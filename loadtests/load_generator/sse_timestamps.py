@@ -17,9 +17,6 @@ It has failed if there is an error in any form; the server's message is recorded
 
 from __future__ import annotations
 
-import zlib
-from typing import Any
-
 import gevent
 import msgspec
 
@@ -40,15 +37,14 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of_event,
 )
 from crossover.loadtests.load_generator.http_connection import (
+    Inflater,
     Pool,
     clock,
-    inflater,
     is_inflatable,
 )
 from crossover.loadtests.records.request_record import RequestRecord
 
 MAX_STRAY_BYTES = 8192  # kept of an error response, and of lines that belong to no event
-MAX_INFLATED_BYTES = 1 << 24  # of one piece of a compressed body
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
 # Finish reasons of vLLM, SGLang, OpenRouter and DeepSeek for an answer that was aborted.
@@ -83,7 +79,7 @@ class Answer(msgspec.Struct):
     request_id: str | None = None
     location: str | None = None  # target of a redirect
     # Requests ask for no compression, but some proxies compress anyway.
-    inflater: Any = None  # zlib's, of a body in gzip or deflate
+    inflater: Inflater | None = None  # of a body in gzip or deflate
     encoding: str | None = None  # of a body in any other encoding
     received: float = 0.0  # when the last piece was read from the kernel
     is_stream: bool = False  # status 2xx
@@ -110,7 +106,7 @@ class Answer(msgspec.Struct):
                     self.location = value.decode("latin-1")
                 case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
                     if is_inflatable(value):
-                        self.inflater = inflater()
+                        self.inflater = Inflater()
                     else:
                         self.is_plain, self.encoding = False, value.decode("latin-1")
 
@@ -118,7 +114,13 @@ class Answer(msgspec.Struct):
         """Read a piece of the body. Return whether the next pieces may be read later, which is so
         once there is content: the first content must be stamped at once."""
         if self.inflater is not None:
-            data = self._inflated(data)
+            try:
+                data = self.inflater.feed(data)
+            except ValueError as problem:
+                self.fail("stream_error", str(problem))
+                return self.has_content
+            if not data:  # no text yet: a header, or the beginning of a block
+                return self.has_content
         if (
             self.is_plain
             and data.startswith(b"data:")
@@ -162,17 +164,6 @@ class Answer(msgspec.Struct):
         elif not has_ended:
             reason = "the stream ended without [DONE] and without a finish reason"
             self.fail("cut_off", f"{reason}: {stray}" if stray else reason)
-
-    def _inflated(self, data: bytes) -> bytes:
-        """Return the text of a compressed piece; b"": it is no text yet, or it is damaged."""
-        try:
-            text: bytes = self.inflater.decompress(data, MAX_INFLATED_BYTES)
-        except zlib.error as problem:
-            self.fail("stream_error", f"the body is compressed and damaged: {problem}")
-            return b""
-        if self.inflater.unconsumed_tail:
-            self.fail("stream_error", "the body is compressed, and too large")
-        return text
 
     def fail(self, error: str, message: str) -> None:
         """Record an error, unless an earlier one is recorded."""

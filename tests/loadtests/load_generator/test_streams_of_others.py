@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.http_connection import MAX_BYTES, clock
 from crossover.loadtests.load_generator.openai_endpoint import (
     Target,
     TargetFacts,
@@ -249,14 +249,48 @@ def gzip_of_pieces(*pieces: bytes) -> bytes:
         encoded("gzip", gzip.compress(BODY)),
         encoded("GZIP", gzip_of_pieces(A + b"\n\n", B + b"\n\n", STOP + b"\n\n")),
         encoded("deflate", zlib.compress(BODY)),
+        encoded("deflate", zlib.compress(BODY, wbits=-zlib.MAX_WBITS)),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_an_answer_may_be_framed_in_any_way_that_http_has(answer: bytes) -> None:
     record = record_of(answer)
     assert (record.error, record.error_message) == (None, None)
     assert len(record.content_seconds) == 2
     assert openai_reads(answer)
+
+
+def test_a_gzip_body_may_have_several_members_and_padding() -> None:
+    """OpenAI's client reads only the first member."""
+    members = gzip.compress(A + b"\n\n") + gzip.compress(B + b"\n\n" + STOP + b"\n\n")
+    record = record_of(encoded("gzip", members + bytes(100)))
+    assert record.error is None and len(record.content_seconds) == 2
+
+
+def test_a_compressed_piece_without_text_parts_no_line_end() -> None:
+    compressor = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    lines = [b'data: {"choices":[{"index":0,"delta":\r', b'\ndata: {"content":"a"}}]}\r\n\r\n']
+    first, second = (
+        compressor.compress(line) + compressor.flush(zlib.Z_SYNC_FLUSH) for line in lines
+    )
+    answer = Answer()
+    answer.head(200, [(b"content-encoding", b"gzip")])
+    for piece in (first, second[:1], second[1:]):
+        answer.body(piece, 1.0)
+    assert answer.error is None and answer.contents == [1.0]
+
+
+def test_a_small_body_that_inflates_to_gigabytes_is_not_kept() -> None:
+    compressor = zlib.compressobj(1, wbits=zlib.MAX_WBITS | 16)
+    zeros = bytes(1 << 22)
+    body = b"".join(compressor.compress(zeros) for _ in range(24)) + compressor.flush()
+    answer = Answer()
+    answer.head(200, [(b"content-encoding", b"gzip")])
+    for start in range(0, len(body), 4096):
+        answer.body(body[start : start + 4096], 0.0)
+    answer.ended()
+    assert answer.error == "stream_error" and "more than" in (answer.error_message or "")
+    assert len(answer.pending) <= MAX_BYTES
 
 
 class Failed(NamedTuple):
