@@ -1,12 +1,13 @@
 """The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
 
-The map is the first line of each file; the plans are what `crossover plan` says.
+The map has the first sentence of each file; the plans are what `crossover plan` says.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,37 +25,65 @@ from tests.house import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".js", ".html", ".toml", ".css")
-# The first comment of a file that is not Python.
-COMMENT = re.compile(r"^(?:<!DOCTYPE html>\s*)?(?://|#|/\*|<!--|\{#)\s*([^\n]*)", re.IGNORECASE)
+DOCTYPE = re.compile(r"<!DOCTYPE html>\s*", re.IGNORECASE)
+COMMENT_START = re.compile(r"(?://|#|/\*|<!--|\{#)\s*")
+COMMENT_END = re.compile(r"\s*(?:\*/|-->|-?#\}).*$")
+NAME_WIDTH = 26  # columns of the map for a file's name and the space after it
+TEXT_WIDTH = 100  # columns of the map for what the file has
 
 
-def first_line(path: Path) -> str:
-    """The first line of a module's docstring or of a file's comment, without its full stop."""
+def first_comment(text: str) -> str:
+    """The first paragraph of the comment at the start of a file that is not Python; "": none."""
+    lines = []
+    for line in DOCTYPE.sub("", text, count=1).splitlines():
+        start = COMMENT_START.match(line)
+        content = line[start.end() :] if start else ""
+        if not content:
+            break
+        lines.append(COMMENT_END.sub("", content))
+        if lines[-1] != content:
+            break
+    return "\n".join(lines)
+
+
+def first_sentence(path: Path) -> str:
+    """The first line of a module's docstring or of a file's comment, and of the lines after it
+    what completes its last sentence, without the full stop."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        said = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        text = ast.get_docstring(ast.parse(text)) or ""
     else:
-        found = COMMENT.match(text)
-        said = re.sub(r"\s*(\*/|-->|-?#\}).*$", "", found[1]) if found else ""
-    return said.strip().rstrip(".:")
+        text = first_comment(text)
+    line, _, following = text.partition("\n\n")[0].partition("\n")
+    if following and not line.endswith((".", ":")):
+        end = re.search(r"[.:](?=\s|$)", following)
+        line += " " + (following[: end.end()] if end else following)
+    return " ".join(line.split()).rstrip(".:")
+
+
+def entry(name: str, text: str) -> list[str]:
+    """The lines of one file in the map. A text that is too long for one line is wrapped."""
+    first, *more = textwrap.wrap(text, TEXT_WIDTH)
+    start = f"  {name:{NAME_WIDTH - 1}} "
+    return [start + first, *(" " * (NAME_WIDTH + 2) + line for line in more)]
 
 
 def tree() -> list[str]:
-    """The map: a heading for each room, a line for each module."""
+    """The map: a heading for each folder, an entry for each module."""
     out = ["```", "crossover/"]
     for path in sorted((ROOT / "crossover").glob("*.py")):
-        out.append(f"  {path.name:26}{first_line(path)}")
+        out += entry(path.name, first_sentence(path))
     for package in PACKAGES:
         folder = ""
         for path in sorted((ROOT / package).rglob("*"), key=lambda p: (p.parent, p)):
-            text = first_line(path) if path.suffix in SUFFIXES else ""
+            text = first_sentence(path) if path.suffix in SUFFIXES else ""
             if not text:
                 continue
             here = str(path.parent.relative_to(ROOT)) + "/"
             if here != folder:
                 out += ["", here]
                 folder = here
-            out.append(f"  {path.name:26}{text}")
+            out += entry(path.name, text)
     return [*out, "```"]
 
 

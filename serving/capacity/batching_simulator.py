@@ -1,4 +1,4 @@
-"""Simulation of continuous batching: TTFT and TPOT of each request on a simulated server.
+"""Simulation of continuous batching and prefix reuse: TTFT and TPOT of each simulated request.
 
     simulated = simulate(step_times, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
     simulated.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()     # SLO attainment

@@ -1,4 +1,4 @@
-"""The step-time model of one engine on one machine: seconds of a step from its rows and tokens.
+"""The step-time model of one engine, and its fit: seconds of a step from its rows and tokens.
 
     >>> model = StepTimeModel(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
     >>> round(model.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
