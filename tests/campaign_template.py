@@ -72,7 +72,8 @@ def campaign_template() -> str:
     keys = keys_of(CampaignFile)
     tables = (*SECTIONS, "arrivals")
     lines = ["# A campaign file with every key. Run it with: crossover campaign run FILE"]
-    lines += ["#", "# name, models, budget_seconds and the maximum lengths in [workload] are examples;"]
+    lines += ["#"]
+    lines += ["# name, models, budget_seconds and the maximum lengths in [workload] are examples;"]
     lines += ["# all other values are the defaults."]
     for key in keys:
         if key.name not in tables:
