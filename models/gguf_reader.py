@@ -192,8 +192,11 @@ class GgufHeader(NamedTuple):
 
 
 def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
-    """Return whether no token is multiplied with a tensor: embeddings, of which single rows are
-    read, and the layers after the first `layers`, which only draft."""
+    """Return whether generating a token multiplies nothing with this tensor.
+
+    That is so for embeddings, which are looked up row by row, and for the layers after the first
+    `layers`, which only draft tokens. `is_tied`: the token embeddings are the output matrix too.
+    """
     if tensor == "token_embd.weight":
         return not is_tied
     if tensor.startswith("blk."):

@@ -100,7 +100,7 @@ def write_gguf_shape(
     """Write a GGUF file of a shape of crossover.models.gguf_shapes and its manifest, as
     `write_gguf` does.
 
-    `spec`: its sizes, for the manifest. `shape`: None: the one with the name of `spec`.
+    `spec` goes into the manifest. Without `shape`, the shape is the one named `spec.name`.
     """
     shape = (SHAPES[spec.name] if shape is None else shape).in_format(weight_format)
     weights = ShapeWeights(shape.tensors(), seed)

@@ -87,8 +87,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """Predicted bytes by part. Older runs have recurrent states and buffers in the overhead, or
-        not at all."""
+        """Predicted bytes by part; None: not predicted. Older runs count recurrent states and
+        buffers in the overhead, or do not predict them at all."""
         return {
             "weights": self.weight_bytes,
             "KV cache": self.kv_bytes,

@@ -387,8 +387,9 @@ def _auto_models(
         fitting = models_fitting_on_gpu(campaign, gpu_backends, facts)
         if not fitting:
             progress.say("no model is measured on the GPU: no ladder model fits", style="yellow")
-        if "cpu" in models:
-            chosen = [name for name in fitting if name in (*models["cpu"], fitting[-1])]
+        if "cpu" in models and fitting:
+            largest = fitting[-1]
+            chosen = [name for name in fitting if name in models["cpu"] or name == largest]
         else:
             chosen = fitting[-MAX_LADDER_MODELS:]
         models["gpu"] = chosen

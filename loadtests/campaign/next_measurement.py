@@ -342,7 +342,8 @@ def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
 
 
 def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:
-    """Return the rate of the next level that bounds the capacity; None: no request was answered.
+    """Return the rate of the next level that bounds the capacity; None: no request was answered, or
+    no rate is left to try.
 
     First comes a rate just above what the bursts suggest, then the rate of a single stream, then
     rates between the two: a level far from the capacity has a verdict sooner than one near it.
@@ -352,9 +353,9 @@ def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float 
         return None
     highest = max(lowest, NARROW * (progress.burst_rate or 0.0))
     met, missed = _bounds(tried)
-    if missed == math.inf and highest > NARROW * met:
+    if missed == math.inf and highest > NARROW * met:  # not already tried, to within NARROW
         return highest
-    if not met and missed > NARROW * lowest:
+    if not met and missed > NARROW * lowest:  # not already tried, to within NARROW
         return lowest
     return next_rate(tried, lowest)
 

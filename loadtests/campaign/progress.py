@@ -99,11 +99,13 @@ class Progress:
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Inside, what is done now is also repeated during computations that do not call `tick`."""
+        """While the block runs, the last activity is logged again at intervals, even if nothing
+        calls `tick`."""
         is_over = threading.Event()
 
         def repeat() -> None:
             while not is_over.wait(self._log_interval_seconds / 4):
+                # On a terminal, the live lines refresh themselves.
                 if self._activity and self._live is None:
                     self._repeat()
 

@@ -158,7 +158,10 @@ class CellServer:
         missing: Callable[[], str],
         report: Report,
     ) -> None:
-        """Start the server and wait until `missing` returns "": nothing is missing any more."""
+        """Start the server and wait until it is ready.
+
+        `missing`: returns what the server still lacks, for an error's text; "": it is ready.
+        """
         started_at, seconds = time.monotonic(), self._campaign.server.ready_seconds
         self._child = child = Child(command, cores=cores, log=self.log)
         self.pid = child.pid

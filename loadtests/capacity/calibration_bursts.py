@@ -271,6 +271,7 @@ class _CalibrationRun:
 
     def _decode_seconds(self, rows: int) -> float:
         """Return the expected seconds of a decode step with so many rows."""
+        # An observation's rows are summed over its steps.
         has_several_rows = any(one.rows > one.steps for one in self.observations)
         if has_several_rows and len(self.observations) >= MIN_OBSERVATIONS:
             context_tokens = rows * float(np.mean(self._workload_prompts))

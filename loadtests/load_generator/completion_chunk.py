@@ -278,8 +278,12 @@ def is_error(event: dict[str, Any]) -> bool:
 
 
 def _is_error_code(code: Any, key: str) -> bool:
-    """Whether a code, a number or a word, stands for a failure."""
+    """Return whether a code, which is a number or a word, stands for a failure.
+
+    `key`: the field of the code.
+    """
     if isinstance(code, str) and code.strip().isdecimal():
+        # Nine digits decide, and int() raises an error for a text of more than 4,300.
         code = int(code.strip()[:9])
     if isinstance(code, int) and not isinstance(code, bool):
         return code >= 400 or (key == "code" and 0 < code < 100)  # an HTTP status; a gRPC code

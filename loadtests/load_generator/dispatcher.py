@@ -269,6 +269,6 @@ def _busy_seconds() -> float:
     try:
         with open("/proc/thread-self/schedstat") as file:
             run_nanoseconds, wait_nanoseconds, _ = file.read().split()
-    except OSError:
+    except OSError:  # a kernel without schedstat: only the process's CPU time is known
         return time.process_time()
     return (int(run_nanoseconds) + int(wait_nanoseconds)) / 1e9

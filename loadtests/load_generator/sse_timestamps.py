@@ -224,7 +224,10 @@ class Answer(msgspec.Struct):
             self._read_data(data, received, is_last)
 
     def _read_data(self, data: bytes, received: float, is_last: bool) -> None:
-        """Read the data of an event that `body` could not read in one step."""
+        """Read an event's data. What the fast decoder refuses, the tolerant one reads.
+
+        `is_last`: the data may be cut off, so it is no error if it is not JSON.
+        """
         try:
             chunk: Chunk | None = decode_chunk(data)
         except UNREADABLE:

@@ -32,10 +32,16 @@ def headline(answers: Sequence[ModelAnswer], data: ReportData) -> str:
 
 
 def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, side: str) -> str:
+    """Return the sentence of a run that measured only one device. It names the last model that
+    the device serves, and what serves more.
+
+    `measured`: the models with a measured capacity, from fast to slow.
+    """
     machine = machine_words(data, side)
     verb = "serve" if re.match(r"\d+ cores ", machine) else "serves"
     if not data.facts.get("url"):
         machine = f"{machine[:1].upper()}{machine[1:]}"
+    # Every model has a cell on the only device, so `cells` has the order of `measured`.
     cells = [cell for answer in measured if (cell := answer.cell_on(side)) is not None]
     served_indexes = [index for index, cell in enumerate(cells) if cell.is_served]
     if not served_indexes:

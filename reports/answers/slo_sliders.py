@@ -102,9 +102,9 @@ def lattice_of(answers: Sequence[ModelAnswer], data: ReportData) -> Lattice | No
     target = _axis(TARGETS, run_point.target)
     grid = [GridPoint(*limits) for limits in product(ttft, tpot, target)]
     entries = []
-    for model, answer in enumerate(answers):
+    for model_row, answer in enumerate(answers):
         for cell in answer.cells:
-            entry = _entry(model, cell, answer, grid, grid.index(run_point))
+            entry = _entry(model_row, cell, answer, grid, grid.index(run_point))
             if entry is not None:
                 entries.append(entry)
     if not entries:
@@ -129,12 +129,12 @@ def _axis(defaults: Sequence[float], value_of_run: float) -> tuple[float, ...]:
 
 
 def _entry(
-    model: int, cell: CellData, answer: ModelAnswer, grid: Grid, run_index: int
+    model_row: int, cell: CellData, answer: ModelAnswer, grid: Grid, run_index: int
 ) -> LatticeEntry | None:
     """Return the answers of one configuration; None: it has no step-time model.
 
-    `model` is the row of the first table; `run_index` is the index of the run's own SLO in the
-    grid.
+    `model_row` is the model's row of the first table, from 0; `run_index` is the index of the run's
+    own SLO in the grid.
     """
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return None
@@ -156,7 +156,7 @@ def _entry(
             price = formatting.dollars_per_hour(service.machine.dollars_per_hour)
             gpus.append(OfferedGpu(service.machine.name, price))
     return LatticeEntry(
-        model=model,
+        model=model_row,
         side=cell.side,
         title=answer.model,
         unit=formatting.rate_unit(cell.unit_rate),

@@ -286,7 +286,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     except ReportError as problem:
         return msgspec.structs.replace(capacity, reason=str(problem))
     memory_bytes = None
-    if machine.policy is None:
+    if machine.policy is None:  # the memory of a calibrated machine's engine is not predicted
         memory_bytes = service.needed_bytes(service.traffic.longest)
     capacity = msgspec.structs.replace(
         capacity, low=low, rate=rate, high=high, memory_bytes=memory_bytes

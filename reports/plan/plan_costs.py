@@ -243,6 +243,7 @@ def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
     machines above yours. The cheapest rented machines fill the other rows, up to MAX_ROWS.
     """
     as_it_is = [option for option in options if option.kind == "as it is"]
+    # More of an option with a label is not shown: it is only one device of your machine.
     own_rows = [
         option
         for option in options

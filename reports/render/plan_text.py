@@ -20,6 +20,7 @@ from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
 HEADS = ("option", "meets the SLO", "machines", "$/month", "kWh/month", "basis")
+NUMBER_HEADS = ("machines", "$/month", "kWh/month")
 
 
 def as_json(plan: Plan) -> str:
@@ -32,7 +33,7 @@ def as_text(plan: Plan, columns: int = 100) -> str:
     console = Console(width=columns, no_color=True, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in HEADS:
-        table.add_column(name, justify="right" if name in HEADS[2:5] else "left")
+        table.add_column(name, justify="right" if name in NUMBER_HEADS else "left")
     for option in plan.rows:
         table.add_row(*_row(plan, option))
     with console.capture() as output:

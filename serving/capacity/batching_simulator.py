@@ -58,8 +58,8 @@ class Turns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     session: npt.NDArray[np.int64]
     number: npt.NDArray[np.int64]  # 0.. within the session
     think_seconds: Array  # from the end of the previous answer to this turn
-    # Tokens at the start of the prompt that the previous turn left in the KV of its slot; 0 for a
-    # first turn.
+    # Tokens at the start of the prompt that the previous turn left in the KV of its slot. For a
+    # first turn, and for one whose oldest turns were left out: those that all sessions share.
     history_tokens: npt.NDArray[np.int64]
     shared_tokens: int = 0  # at the start of every prompt, the same in all sessions
     reuse: Reuse = "any prefix"
@@ -728,10 +728,16 @@ class SimulatedSlots:
     def _common_in_slots(
         self, request: int, reusable_tokens: int, computed: Callable[[int], int]
     ) -> list[int]:
-        """Return, by slot, how many of the request's first `reusable_tokens` tokens its KV has."""
+        """Return, by slot, how many of the request's first `reusable_tokens` tokens the slot's KV
+        has.
+
+        Requests that have computed the shared prefix since the last call leave `_without_shared`.
+        """
         common = self._shared_in_slots.copy()
         if reusable_tokens < self._shared:
             common = [min(tokens, reusable_tokens) for tokens in common]
+        # `take` counts the shared prefix as there at once; a request that still computes it has
+        # less.
         for other in list(self._without_shared):
             tokens = computed(other)
             if tokens >= self._shared:

@@ -179,9 +179,9 @@ def lengths_of_sessions(
 ) -> Lengths:
     """Return the turns of these conversations of a workload, with the histories that they send.
 
-    A turn's prompt begins with `kept_tokens` that the previous turn left in the KV of its slot,
-    prompt and answer. At its end, the answer's tokens that come back as other tokens, since its
-    text was tokenized again, are lost (`PrefixReuse.answer_share`).
+    A turn's prompt begins with `kept_tokens` tokens that the previous turn, prompt and answer, left
+    in the KV of its slot. Of the previous answer, the share `1 - reuse.answer_share` is not reused,
+    because its text is tokenized differently when it is sent back.
     """
     all_turns = [
         turn
@@ -193,10 +193,11 @@ def lengths_of_sessions(
     output = np.array([turn.output_tokens for turn in all_turns], dtype=np.int64)
     kept_tokens = np.array([turn.kept_tokens for turn in all_turns], dtype=np.int64)
     previous_output = np.concatenate([[0], output[:-1]])
-    previous_output[number == 0] = 0  # the turn before it is of another conversation
+    previous_output[number == 0] = 0  # the row before a first turn is of another conversation
     lost_tokens = ((1.0 - reuse.answer_share) * previous_output).astype(np.int64)
     shared = workload.prefix_tokens if reuse.shared_tokens is None else reuse.shared_tokens
-    # Where nothing was kept, only what all conversations share is there.
+    # A first turn, and one whose oldest turns were left out, can reuse only what all conversations
+    # share.
     history_tokens = np.where(kept_tokens > 0, kept_tokens - lost_tokens, shared)
     turns = Turns(
         session=np.array([turn.session for turn in all_turns], dtype=np.int64),

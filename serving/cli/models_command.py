@@ -193,7 +193,7 @@ def _plan_lines(
                 yield f"  {_memory_line(attempt)}"
     if len(formats) == 1:
         request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
-    if model.kind != "ladder":
+    if model.kind != "ladder":  # a ladder model may run on any backend, so `plan` chooses it
         backend = usual_backend(model, bool(facts.gpus))
         usual = next((engine for engine in engines if engine.backend == backend), engines[0])
         request = msgspec.structs.replace(

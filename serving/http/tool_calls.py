@@ -77,8 +77,8 @@ def choose_call_format(body: ChatRequest, template: str) -> CallChoice:
 
 
 def _parameters_of(tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments. Null means that the function has no parameters,
-    an empty schema that any object is valid."""
+    """Return the JSON schema of a tool's arguments. Null means no parameters. An empty schema means
+    that any object is valid."""
     parameters = tool.function.parameters
     if parameters is None:
         return {"type": "object", "properties": {}}

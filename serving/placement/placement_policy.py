@@ -460,6 +460,8 @@ def predict(
         settings = msgspec.structs.replace(requested, slots=slots).filled(DEFAULT_SETTINGS[device])
         context, kv_tokens = settings.context_tokens, settings.pool_tokens
         row_tokens = spec.kv_row_tokens(context)
+        # The slots share a pool that is too small for a whole context in each of them.
+        is_small_pool = spec.shares_kv and kv_tokens < slots * context
         if kv_tokens == slots * context or not spec.shares_kv:
             kv_tokens = slots * row_tokens  # each slot has a row of its own
         overhead = spec.overhead_on(device)
@@ -470,7 +472,7 @@ def predict(
             memory = memory_at(request.memory_by_context, context)
         else:
             # A step attends to all tokens of a pool that the slots share, or to those of a row.
-            attended_tokens = kv_tokens if kv_tokens < slots * context else row_tokens
+            attended_tokens = kv_tokens if is_small_pool else row_tokens
             kv_bytes, buffer_bytes = 0, 0
             if spec.has_weights:
                 kv_bytes = spec.kv_bytes(model, kv_tokens, slots, kv_dtype)

@@ -267,6 +267,7 @@ class EngineProcess(asyncio.Protocol):
                 self._on_step(self, message)
             elif isinstance(message, ipc.Died):
                 self._cause = message.cause, message.message
+                # It ends by itself now, unless it hangs.
                 self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
             else:
                 if isinstance(message, ipc.Ready):

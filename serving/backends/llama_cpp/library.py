@@ -134,7 +134,8 @@ def probe() -> BackendProbe:
     cause: Cause | None = None
     if gpu_backend is None:
         note = "this build of llama.cpp is for the CPU only"
-        cause = Cause.backend_missing
+        if not has_gpu:  # some builds offload to a backend that VENDORS does not have, such as SYCL
+            cause = Cause.backend_missing
     elif has_gpu:
         note = f"built with {gpu_backend}"
     else:
@@ -146,7 +147,7 @@ def probe() -> BackendProbe:
         version=llama.__version__,
         gpu=has_gpu,
         gpu_note=note,
-        gpu_cause=None if has_gpu else cause,
+        gpu_cause=cause,
         gpu_vendor=None if gpu_backend is None else VENDORS[gpu_backend],
         details=build_details(llama),
     )
