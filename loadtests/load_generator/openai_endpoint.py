@@ -32,7 +32,6 @@ from crossover.loadtests.load_generator.completion_chunk import (
 from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.models.identify_model import name_of
 from crossover.serving.option_help import Positive, option
 from crossover.serving.workload.exact_prompts import WORDS
 
@@ -232,6 +231,8 @@ def _model_of(target: Target, pool: Pool) -> str:
     name."""
     if target.model is None:
         return _first_model(target, pool)
+    from crossover.models.identify_model import name_of  # takes 0.2 s, mostly for GGUF's constants
+
     served_name = name_of(target.model)
     if served_name != target.model:
         with contextlib.suppress(TargetUnusable):

@@ -14,17 +14,18 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from crossover.models import formatting
 from crossover.models.formatting import GIB
 from crossover.models.model_ladder import is_ladder_model, ladder_model
-from crossover.reports.answers.energy_and_cost import conservative_rate
-from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.errors import ReportError
-from crossover.reports.report_data import SIDE_NAMES, CellData
+
+if TYPE_CHECKING:
+    from crossover.reports.answers.model_answers import ModelAnswer
+    from crossover.reports.report_data import CellData
 
 _CONDITION = re.compile(
     r"\s*(\S+?)\s*(?::\s*(cpu|gpu)\s*)?:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*"
@@ -52,6 +53,12 @@ def _tpot_seconds(cell: CellData) -> float | None:
     return None if cell.single_stream is None else cell.single_stream.tpot_seconds
 
 
+def _capacity_rate(cell: CellData) -> float | None:
+    from crossover.reports.answers.energy_and_cost import conservative_rate  # not for --help
+
+    return conservative_rate(cell).rate
+
+
 def _peak_gib(cell: CellData) -> float | None:
     peak_bytes = cell.memory.measured_bytes
     return None if peak_bytes is None else peak_bytes / GIB
@@ -69,7 +76,7 @@ QUANTITIES = {
     "estimated": Quantity("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
     "capacity": Quantity(
         "the confirmed rate, else the lower end of the estimate's 90 % interval, requests/s",
-        lambda cell: conservative_rate(cell).rate,
+        _capacity_rate,
     ),
     "ttft": Quantity("median TTFT of a single request, s", _ttft_seconds),
     "tpot": Quantity("median TPOT of a single request, s", _tpot_seconds),
@@ -131,6 +138,6 @@ def _cell_on(answer: ModelAnswer, side: str | None, quantity: str, condition: st
     if cell is None:
         raise ReportError(
             f"--check {condition!r}: {answer.model} was not measured on the "
-            f"{SIDE_NAMES[str(side)]} in this run."
+            f"{str(side).upper()} in this run."
         )
     return cell

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from crossover.loadtests.campaign.progress import Progress
 from crossover.models import formatting
 from crossover.models.model_ladder import is_ladder_model
-from crossover.reports.devices.device_catalog import devices, user_file
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_costs import Plan, make_plan
-from crossover.reports.plan.plan_file import EXAMPLE, BadPlan
-from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
-from crossover.reports.render.plan_text import as_json, as_text
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import option
 from crossover.serving.toml_files import read_toml
+
+if TYPE_CHECKING:
+    from crossover.reports.plan.plan_costs import Plan
 
 TEXT_COLUMNS = 110
 PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
@@ -80,6 +77,13 @@ def _plan(options: PlanOptions) -> None:
 
     crossover plan --example > plan.toml; crossover plan plan.toml --run runs/ID
     """
+    # Imported here, so that --help is quick.
+    from crossover.loadtests.campaign.progress import Progress
+    from crossover.reports.plan.plan_costs import make_plan
+    from crossover.reports.plan.plan_file import EXAMPLE
+    from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
+    from crossover.reports.render.plan_text import as_json, as_text
+
     if options.example:
         typer.echo(EXAMPLE, nl=False)
         return
@@ -110,6 +114,8 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 
     Raises ReportError for options that contradict each other, and BadPlan for a broken file.
     """
+    from crossover.reports.plan.plan_file import BadPlan
+
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
     if options.file is None and (options.model is None or options.rate is None):
         raise ReportError(
@@ -155,6 +161,8 @@ def _write_chart(path: Path, cost_plan: Plan) -> None:
 
 def _devices() -> Table:
     """Return the table of all known devices, with the hourly price of one and the price's date."""
+    from crossover.reports.devices.device_catalog import devices, user_file
+
     title = f"Devices (add your own in {user_file()})"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")

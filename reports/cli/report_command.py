@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from crossover.reports.answers.check_conditions import QUANTITIES, check_condition
-from crossover.reports.answers.first_screen import first_screen_of
-from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.errors import MissingPackage, ReportError
-from crossover.reports.render.json_and_csv import as_json
-from crossover.reports.render.report_files import FORMATS, write_report
-from crossover.reports.report_data import ReportData, read_report
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import option
 
+if TYPE_CHECKING:
+    from crossover.reports.answers.model_answers import ModelAnswer
+    from crossover.reports.report_data import ReportData
+
+FORMATS = ("html", "md", "csv", "json", "png")
 DEFAULT_FORMATS = "html,md,csv"
 QUANTITY_NAMES = ", ".join(QUANTITIES)
 
@@ -69,6 +69,12 @@ def _report(options: ReportOptions) -> None:
     crossover report runs/ID --png     # runs/ID/report: index.html, report.png
     crossover report runs/ID --check "1b:capacity>=0.5"     # status 0 or 1
     """
+    # Imported here, so that --help is quick.
+    from crossover.reports.answers.first_screen import first_screen_of
+    from crossover.reports.answers.model_answers import answers_of
+    from crossover.reports.render.json_and_csv import as_json
+    from crossover.reports.report_data import read_report
+
     formats = _formats(options)
     if options.share is not None:
         from crossover.reports.export_run import export_run
@@ -109,6 +115,8 @@ def _write(
     options: ReportOptions, data: ReportData, answers: list[ModelAnswer], formats: list[str]
 ) -> None:
     """Write the files and print their paths; without the packages for charts, write no page."""
+    from crossover.reports.render.report_files import write_report
+
     folder = options.out or options.run / "report"
     try:
         written = write_report(data, answers, folder, formats)

@@ -12,8 +12,6 @@ from crossover.reports.render.markdown import markdown
 from crossover.reports.report_data import ReportData
 from crossover.reports.write_folder import write_folder
 
-FORMATS = ("html", "md", "csv", "json", "png")
-
 
 def write_report(
     data: ReportData, answers: Sequence[ModelAnswer], folder: Path, formats: Sequence[str]

@@ -1,0 +1,102 @@
+"""One level of load without a run folder, and its results on the terminal: `crossover load`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from crossover.loadtests.campaign.progress import Progress, console_of
+from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.levels.level_warnings import level_warnings
+from crossover.loadtests.levels.percentiles import PERCENTILES, distribution
+from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.loadtests.load_generator.openai_endpoint import probe
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models import formatting
+from crossover.serving.capacity.slo import Slo
+
+
+def measure(plan: LoadPlan) -> Level:
+    """Send the load and return the level when its last answer has arrived. Raises LoadError."""
+    url = plan.target.url
+    with (
+        Progress() as progress,
+        tempfile.TemporaryDirectory(prefix="crossover-load-") as folder,
+        # The log is for Locust's own tables, which nobody reads here.
+        LoadGenerator(log=Path(folder) / "log") as generator,
+    ):
+        progress.tick(f"probing {url}")
+        facts = probe(plan.target)
+        plan = msgspec.structs.replace(plan, facts=facts)
+        progress.say(f"{url}: model {facts.model}")
+        for note in facts.notes:
+            progress.say(f"  note: {note}")
+        rows, busy_share = LevelRows(), None
+        for message in generator.run(plan):
+            match message:
+                case RequestRecord():
+                    rows.add(message)
+                case Ended():
+                    busy_share = message.busy_share
+            progress.tick(f"{plan.load_in_words}: {rows.count} answers")
+    started = LevelStarted(
+        cell=plan.cell,
+        level=plan.level,
+        rate_per_second=plan.rate,
+        concurrency=plan.concurrency,
+        window_seconds=plan.window_seconds,
+    )
+    finished = LevelFinished(
+        cell=plan.cell,
+        level=plan.level,
+        due=rows.count,
+        window_seconds=plan.window_seconds,
+        generator_busy_share=busy_share,
+    )
+    return rows.level(started, finished)
+
+
+def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
+    """Print the results of one level."""
+    console, judged, counted = console_of(120), level.judge(slo), level.counted
+    offered = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
+    if has_sessions:  # the rate is of conversations
+        offered = f"{level.rate:.3g} conversations/s started, "
+    console.print(
+        f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
+        f"({offered}{formatting.requests(level.achieved_rate, 3)} achieved)"
+    )
+    if level.failures:
+        failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())
+        console.print(f"failed: {failed}", style="red")
+    statistics = ["mean", *(name for name, _ in PERCENTILES)]  # fields of Distribution
+    table = Table("", *statistics, box=None, pad_edge=False)
+    for title, values in (
+        ("TTFT", level.ttft[counted]),
+        ("TTFA", level.ttfa[counted]),
+        ("TPOT", level.tpot[counted]),
+        ("ITL", level.itl),
+        ("E2E", level.e2e[counted]),
+        ("send delay", level.send_delay[counted]),
+    ):
+        times = distribution(values)
+        cells = [formatting.seconds(getattr(times, name), 3, "-") for name in statistics]
+        table.add_row(title, *cells)
+    console.print(table)
+    if (tokens := level.output_tokens_per_second) is not None:
+        in_flight = level.mean_in_flight(*level.window)
+        console.print(f"{tokens:.1f} output tokens/s; {in_flight:.1f} requests in flight")
+    share = "none" if judged.share is None else f"{judged.share:.1%}"
+    console.print(
+        f"SLO {slo.name}: {share} SLO attainment ({judged.low:.1%}-{judged.high:.1%}): "
+        f"{judged.verdict}",
+        style="bold",
+    )
+    for warning in level_warnings(level, slo):
+        style = "red" if warning.is_serious else "yellow"
+        console.print(f"warning {warning.code}: {warning.text}; {warning.advice}", style=style)
