@@ -21,7 +21,9 @@ that was interrupted sends the same again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,6 +52,7 @@ MAX_SLOTS = 64  # largest number that bursts look for
 # first tokens of all come in the same step.
 SHORTEST_PROMPT_TOKENS = 4
 SHORTEST_OUTPUT_TOKENS = 3
+MIN_STEP_TOKENS = 64  # prompt tokens that every server computes in one step, if it batches prompts
 MAX_SLOTS_OF_SLOW_SERVERS = 16  # up to which a burst may double more than once
 # As shares of the time of a calibration: what the search for slots may take, what is left for the
 # pair of bursts in any case, and what all bursts may take if a second pair is sent.
@@ -88,6 +91,18 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None  # those that were given, or that bursts found; None: not found
     step_times: StepTimeModel | None
     reason: str  # why there is no step-time model
+
+
+class _StartedTogether(NamedTuple):
+    """A burst whose prompts were computed in one step."""
+
+    prompt_tokens: float  # of all streams, as the server counts them
+    added_tokens: float  # of a prompt, by the server: its chat template
+
+    def steps_of(self, streams: int) -> int:
+        """Return the maximum steps in which so many of the shortest prompts are computed."""
+        prompt_tokens = streams * (SHORTEST_PROMPT_TOKENS + self.added_tokens)
+        return math.ceil(prompt_tokens / max(self.prompt_tokens, MIN_STEP_TOKENS))
 
 
 # Sends a burst and waits for its end. Returns its level; None: it was disturbed.
@@ -162,9 +177,9 @@ class _CalibrationRun:
     def find_slots(self) -> int | None:
         """Return how many requests are served together, found by bursts of 2, 4, 8 ... requests;
         None: a burst of two was disturbed."""
-        slots, streams, starts_together = None, 2, False
+        slots, streams, last = None, 2, None
         while streams <= MAX_SLOTS:
-            burst = self._slots_burst(streams, starts_together)
+            burst = self._slots_burst(streams, last)
             if burst is None:
                 break
             level = self.send(burst.prompt_tokens, burst.output_tokens)
@@ -174,36 +189,39 @@ class _CalibrationRun:
             slots = max(slots or 1, together)
             if together < burst.streams:
                 break
-            starts_together = start_together(level)
+            last = _started_together(level)
             streams = 2 * burst.streams
         return slots
 
-    def _slots_burst(self, streams: int, starts_together: bool) -> Burst | None:
+    def _slots_burst(self, streams: int, last: _StartedTogether | None) -> Burst | None:
         """Return the burst of at least so many equal streams that shows whether all of them are
         served together; None: there is no time for it.
 
         A burst that would take more than half of the time left is shortened. If the prompts of the
-        last burst were computed together (`starts_together`), a shortened burst has as many streams
-        as there is time for: the steps that one with fewer would show are not worth its time.
+        last burst were computed together (`last`), a shortened burst has as many streams as there
+        is time for: the steps that one with fewer would show are not worth its time.
         """
         output_tokens = MIN_STEPS + LEAD_STEPS + streams
         seconds = self._equal_burst_seconds(streams, SHORT_PROMPT_TOKENS, output_tokens)
         if seconds <= (self._seconds - self.spent_seconds) / 2:
             return Burst((SHORT_PROMPT_TOKENS,) * streams, (output_tokens,) * streams)
-        output_tokens = SHORTEST_OUTPUT_TOKENS
-        if not starts_together:  # the first must not end before the last begins
-            output_tokens += streams
         seconds_left = MAX_SEARCH_SHARE * self._seconds - self.spent_seconds
 
+        def shortest_output(count: int) -> int:
+            if last is None:  # the first must not end before the last begins
+                return SHORTEST_OUTPUT_TOKENS + count
+            return max(SHORTEST_OUTPUT_TOKENS, last.steps_of(count) + 1)
+
         def fits(count: int) -> bool:
-            seconds = self._equal_burst_seconds(count, SHORTEST_PROMPT_TOKENS, output_tokens)
+            tokens = shortest_output(count)
+            seconds = self._equal_burst_seconds(count, SHORTEST_PROMPT_TOKENS, tokens)
             return seconds <= seconds_left
 
         if streams > 2 and not fits(streams):
             return None
-        while starts_together and streams < MAX_SLOTS_OF_SLOW_SERVERS and fits(2 * streams):
+        while last is not None and streams < MAX_SLOTS_OF_SLOW_SERVERS and fits(2 * streams):
             streams *= 2
-        return Burst((SHORTEST_PROMPT_TOKENS,) * streams, (output_tokens,) * streams)
+        return Burst((SHORTEST_PROMPT_TOKENS,) * streams, (shortest_output(streams),) * streams)
 
     def _equal_burst_seconds(self, streams: int, prompt_tokens: int, output_tokens: int) -> float:
         """Return the seconds that a burst of equal streams is expected to take, if all of them are
@@ -377,3 +395,14 @@ def start_together(burst: Level) -> bool:
         return False
     second = burst.chunks[burst.chunk_offsets[:-1][has_second] + 1]
     return bool(burst.first.max() < second.min())
+
+
+def _started_together(burst: Level) -> _StartedTogether | None:
+    """Return what a burst shows of the prompts of one step; None: its streams did not start
+    together."""
+    if not start_together(burst):
+        return None
+    requested = burst.requested_prompt_tokens
+    prompts = np.where(np.isnan(burst.prompt_tokens), requested, burst.prompt_tokens)
+    added_tokens = float(np.nan_to_num(prompts - requested).mean())
+    return _StartedTogether(float(np.nansum(prompts)), max(0.0, added_tokens))

@@ -1,5 +1,6 @@
 """Calibration of servers of known step times: they are found again, within its time."""
 
+import msgspec
 import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, max_concurrent_streams
@@ -106,6 +107,25 @@ def test_slots_are_found_where_prompts_are_computed_one_after_the_other():
     alone = server.level([0.0, 300.0], [40, 20], [16, 16])
     made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [alone])
     assert made.slots == 4
+
+
+def test_answers_are_long_enough_for_prompts_with_a_chat_template():
+    """16 prompts with a template of 40 tokens take 6 steps: with three tokens, the first answers
+    would end before the last begin, as if they waited for a slot."""
+
+    class Templated(KnownServer):
+        def records(self, due, prompt_tokens, *args, **kwargs):
+            records = super().records(due, [40 + n for n in prompt_tokens], *args, **kwargs)
+            return [
+                msgspec.structs.replace(one, requested_prompt_tokens=one.prompt_tokens - 40)
+                for one in records
+            ]
+
+    slow = StepTimeModel(base_seconds=0.48, row_seconds=0.2, prompt_token_seconds=0.008)
+    server = Templated(slow.seconds, slots=16, step_tokens=128, prefill_tokens=128)
+    alone = server.level([0.0, 100.0], [40, 20], [16, 16])
+    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [alone])
+    assert made.slots == 16
 
 
 def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
