@@ -41,13 +41,21 @@ def console_of(width: int = 160) -> Console:
     )
 
 
+class _ErrorConsole(Console):
+    """Goes silent when nobody reads standard error any more. rich would end the thread that writes,
+    and close standard output, so that the result would be lost."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress:
     """Writes to `stream`, by default standard error."""
 
     def __init__(
         self, stream: TextIO | None = None, *, log_interval_seconds: float = LOG_INTERVAL_SECONDS
     ) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._console = _ErrorConsole(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._log_interval_seconds = log_interval_seconds
         self._started_at = self._last_line_at = time.monotonic()

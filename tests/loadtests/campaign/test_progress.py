@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from io import StringIO
 from pathlib import Path
 
@@ -54,3 +56,13 @@ def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: P
         *("--confirm", "To confirm the estimates, which takes about "),
     ):
         assert part in said, part
+
+
+def test_the_result_is_printed_though_nobody_reads_the_progress(capfd):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with contextlib.suppress(BrokenPipeError), open(write_end, "w") as stream:
+        with Progress(stream) as progress:
+            progress.say("measuring")
+        print("result", flush=True)
+    assert capfd.readouterr().out == "result\n"
