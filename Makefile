@@ -52,8 +52,8 @@ demo: $(STAMP)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
-	@echo "== four at a time, since many of them wait; then, alone, what holds a measured time to a bound"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not clock and not slow"
+	@echo "== three at a time, since many of them wait; then, alone, what holds a measured time to a bound"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock and not slow"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.

@@ -127,12 +127,13 @@ def route_words(facts: TargetFacts) -> str:
     parts = []
     if facts.api == "chat":
         parts.append("requests go through the model's chat template (/v1/chat/completions)")
-    if not facts.ignore_eos and not any("ignore_eos" in note for note in facts.notes):
+    if facts.ignore_eos:
+        if parts:
+            parts.append("answers have the workload's lengths (ignore_eos)")
+    elif not any("ignore_eos" in note for note in facts.notes):
         parts.append(
             "answers end where the model ends them, but are no longer than the workload's lengths"
         )
-    elif parts:
-        parts.append("answers have the workload's lengths (ignore_eos)")
     return "; ".join(parts)
 
 

@@ -124,6 +124,7 @@ def test_a_session_whose_answer_failed_ends_and_its_missing_turns_are_failures()
     assert level.failures == {"http_503": 1, "session_ended": 2}
 
 
+@pytest.mark.clock  # a turn that is due after the window is not sent
 def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
     workload = Workload(
         prompt_tokens=20, output_tokens=4, turns=4, think_seconds=0, turn_tokens=5,
@@ -137,6 +138,7 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
     assert all((r.requested_prompt_tokens or 0) + 4 <= 40 for r in records)
 
 
+@pytest.mark.clock
 def test_what_the_server_counts_of_marks_and_answers_is_asked_of_the_next_turn() -> None:
     """A chat template that adds 6 tokens to every prompt, and answers that become three times as
     many tokens when they are sent back."""

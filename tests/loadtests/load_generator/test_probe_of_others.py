@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from crossover.loadtests.errors import EndpointRefuses, TargetUnusable
@@ -17,6 +18,7 @@ from crossover.loadtests.load_generator.openai_endpoint import (
     pool_for,
     probe,
     request_bytes,
+    route_words,
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
@@ -378,3 +380,12 @@ def test_a_request_is_plain_json_whatever_the_model_is_called() -> None:
     facts = TargetFacts("例/\n|model", True, True, True)
     wire = request_bytes(pool, Target(url="http://h"), facts, "x", 8)
     assert json.loads(wire.partition(b"\r\n\r\n")[2])["model"] == "例/\n|model"
+
+
+def test_answers_have_the_workload_s_lengths_only_where_the_endpoint_can_do_that() -> None:
+    can = TargetFacts("m", True, True, ignore_eos=True, api="chat")
+    assert "answers have the workload's lengths" in route_words(can)
+    cannot = TargetFacts("m", True, True, ignore_eos=False, api="chat")
+    assert "answers end where the model ends them" in route_words(cannot)
+    says_so = msgspec.structs.replace(cannot, notes=["it does not know ignore_eos"])
+    assert "answers" not in route_words(says_so)
