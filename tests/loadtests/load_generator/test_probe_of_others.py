@@ -37,7 +37,7 @@ LISTED = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
 def compressed(body: Any) -> bytes:
     """An answer in gzip, which was not asked for."""
-    answer = answered(gzip.compress(json.dumps(body).encode()))
+    answer = answered(gzip.compress(json.dumps(body).encode(), mtime=0))
     return answer.replace(b"Content-Type", b"Content-Encoding: gzip\r\nContent-Type", 1)
 
 
