@@ -54,7 +54,7 @@ def _tpot_seconds(cell: CellData) -> float | None:
 
 
 def _capacity_rate(cell: CellData) -> float | None:
-    from crossover.reports.answers.energy_and_cost import conservative_rate  # not for --help
+    from crossover.reports.answers.energy_and_cost import conservative_rate
 
     return conservative_rate(cell).rate
 
