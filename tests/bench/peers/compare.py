@@ -4,13 +4,17 @@
     python -m tests.bench.peers.compare      # all, 135M to 8B: hours; goes on where it was
     python -m tests.bench.peers.compare --models 135m --rounds 1 --seconds 5     # a smoke
     python -m tests.bench.peers.compare onnx:int8 llama-server:Q4_0 --models 1b --spread 0.5
-    python -m tests.bench.peers.compare llama_cpp:Q4_0 llama_cpp:Q4_0@/another/checkout
+    python -m tests.bench.peers.compare llama_cpp:Q4_0 llama_cpp:Q4_0@/another/checkout --together 8
 
 In a round every contestant is started once, measured at each number of streams and ended; rounds go
-through them in alternate order. Closed loop: each stream sends its next request when its last one
-has ended, two each (one, of models above 2 billion parameters; four, of one stream). Every prompt
-is different, so no prefix is reused; answers have a fixed length (ignore_eos). Engine threads are
-on --engine-cores, HTTP and the client on --client-cores.
+through them in alternate order. With --together N they are started at the same time, once for every
+N rounds, and each is idle while another one is measured: the two measurements of a pair are then
+seconds apart and not a minute, so that the machine's speed is nearly the same for both.
+
+Closed loop: each stream sends its next request when its last one has ended, two each (one, of
+models above 2 billion parameters; four, of one stream). Every prompt is different, so no prefix is
+reused; answers have a fixed length (ignore_eos). Engine threads are on --engine-cores, HTTP and the
+client on --client-cores.
 
 A row is printed and appended to --json as soon as it is measured, and never measured again on the
 same kind of CPU with the same settings: the command can be ended at any time. What failed is a row
@@ -138,6 +142,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["135m", "360m", "1b", "3b", "8b"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--together",
+        type=int,
+        metavar="N",
+        help="start all contestants at the same time, once for every N rounds",
+    )
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument(
@@ -182,9 +192,13 @@ def main() -> None:
     for model in asked.models:
         only = None if asked.contestants else OF_THE_BIG.get(model)
         chosen = [one for one in present if only is None or one.name in only]
-        for number in range(asked.rounds):
-            for contestant in reversed(chosen) if number % 2 else chosen:
-                measure(contestant, model, number, asked, rows, facts)
+        for first in range(0, asked.rounds, asked.together or 1):
+            numbers = range(first, min(first + (asked.together or 1), asked.rounds))
+            if asked.together:
+                measure_together(chosen, model, numbers, asked, rows, facts)
+            else:
+                for contestant in in_turn(chosen, first):
+                    measure(contestant, model, first, asked, rows, facts)
     like = [row for row in rows.rows if row.asked == settings(asked)]
     print(*table(like, [one.name for one in asked.named], asked.models), sep="\n")
 
@@ -192,7 +206,86 @@ def main() -> None:
 def settings(asked: argparse.Namespace) -> dict[str, Any]:
     """What rows must have in common to stand in one table."""
     names = ("prompt", "output", "spread", "temperature", "seconds", "engine_cores", "option")
-    return {name: getattr(asked, name) for name in names} | {"slots": max(asked.streams)}
+    together = {"together": asked.together} if asked.together else {}
+    return {name: getattr(asked, name) for name in names} | {"slots": max(asked.streams)} | together
+
+
+def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
+    """Return the contestants in the order of a round: every second round goes backwards."""
+    return contestants[::-1] if number % 2 else contestants
+
+
+def not_measured(
+    contestant: Contestant,
+    model: str,
+    number: int,
+    asked: argparse.Namespace,
+    rows: Rows,
+    facts: dict[str, Any],
+) -> list[Measured]:
+    """Return the rows, without figures, of one contestant and round that are not measured yet."""
+    base = Measured(
+        cpu=f"{facts['cpu']}, {next((one for one in KINDS if one in facts['isa']), 'no AVX2')}",
+        contestant=contestant.name,
+        model=model,
+        streams=0,
+        round=number,
+        asked=settings(asked),
+        machine=facts,
+    )
+    each = [msgspec.structs.replace(base, streams=streams) for streams in asked.streams]
+    return [row for row in each if not rows.has(row)]
+
+
+def setup_of(model: str, asked: argparse.Namespace) -> Setup:
+    longest = round(asked.output * (1 + asked.spread))
+    return Setup(
+        model,
+        max(asked.streams),
+        -(-(asked.prompt + 32 + longest) // 128) * 128,
+        tuple(asked.engine_cores),
+        tuple(asked.client_cores),
+        tuple(asked.option),
+    )
+
+
+def warm_up(server: Server, model: str) -> None:
+    closed_loop(server.url, prompts(server.tokenizer_path, 2, 32, 0), [8, 8], 1, model)
+
+
+def measure_together(
+    contestants: list[Contestant],
+    model: str,
+    numbers: range,
+    asked: argparse.Namespace,
+    rows: Rows,
+    facts: dict[str, Any],
+) -> None:
+    """Measure rounds with all contestants running. Raises RuntimeError where one does not start."""
+    todo = {
+        (number, contestant): not_measured(contestant, model, number, asked, rows, facts)
+        for number in numbers
+        for contestant in in_turn(contestants, number)
+    }
+    if not any(todo.values()):
+        return
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossover-bench-")))
+        servers = {
+            contestant: stack.enter_context(
+                started(contestant, setup_of(model, asked), folder / f"{index}.log")
+            )
+            for index, contestant in enumerate(contestants)
+        }
+        stack.enter_context(client_on(asked.client_cores))
+        for server in servers.values():
+            warm_up(server, model)
+        for streams in asked.streams:  # a pair's measurements follow each other
+            for (_, contestant), cells in todo.items():
+                for row in cells:
+                    if row.streams == streams:
+                        figures = once(servers[contestant], row, asked)
+                        rows.add(msgspec.structs.replace(row, figures=figures))
 
 
 def measure(
@@ -204,39 +297,15 @@ def measure(
     facts: dict[str, Any],
 ) -> None:
     """One contestant's part of a round: what of it is not measured yet."""
-    base = Measured(
-        cpu=f"{facts['cpu']}, {next((one for one in KINDS if one in facts['isa']), 'no AVX2')}",
-        contestant=contestant.name,
-        model=model,
-        streams=0,
-        round=number,
-        asked=settings(asked),
-        machine=facts,
-    )
-    todo = [
-        row
-        for streams in asked.streams
-        if not rows.has(row := msgspec.structs.replace(base, streams=streams))
-    ]
+    todo = not_measured(contestant, model, number, asked, rows, facts)
     if not todo:
         return
-    longest = round(asked.output * (1 + asked.spread))
-    setup = Setup(
-        model,
-        max(asked.streams),
-        -(-(asked.prompt + 32 + longest) // 128) * 128,
-        tuple(asked.engine_cores),
-        tuple(asked.client_cores),
-        tuple(asked.option),
-    )
     with tempfile.TemporaryDirectory(prefix="crossover-bench-") as folder:
         log = Path(folder, "log")
         try:
-            with started(contestant, setup, log) as server:
+            with started(contestant, setup_of(model, asked), log) as server:
                 with client_on(asked.client_cores):
-                    closed_loop(
-                        server.url, prompts(server.tokenizer_path, 2, 32, 0), [8, 8], 1, model
-                    )
+                    warm_up(server, model)
                     while todo:
                         figures = once(server, todo[0], asked)
                         rows.add(msgspec.structs.replace(todo.pop(0), figures=figures))
