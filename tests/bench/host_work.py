@@ -2,16 +2,19 @@
 and the message to the parent.
 
     python -m tests.bench.host_work [--streams 32] [--vocabulary 152064] [--steps 300]
+    python -m tests.bench.host_work --streams 16 --gguf MODEL.gguf
 
 The engine's own loop runs in this process on a backend that computes nothing: its logits are ready
-before the step starts, so all the time that is counted is the host's. Prints one table; the sampler
-is the CPU backends' own.
+before the step starts, so all the time that is counted is the host's. The logits are random, or
+with --gguf those of a model after each token of the README, other ones in each step. Prints one
+table; the sampler is the CPU backends' own.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -20,14 +23,18 @@ from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from crossover.serving.engine.scheduler import Scheduler
 from crossover.serving.sampling.batch_sampler import sample
-from crossover.serving.sampling.step_inputs import Row, Sampled, Sampling
+from crossover.serving.sampling.step_inputs import Logits, Row, Sampled, Sampling
 from tests.bench.paired import parser_of
+
+README = Path(__file__).parents[2] / "README.md"
+README_TOKENS = 400
 
 
 class ReadyLogits:
-    """A backend whose logits were computed yesterday."""
+    """A backend whose logits were computed yesterday: `logits`, float32 [n, vocabulary], n at least
+    the number of slots."""
 
-    def __init__(self, slots: int, vocabulary: int) -> None:
+    def __init__(self, slots: int, logits: Logits) -> None:
         self.info = BackendInfo(
             name="ready",
             device="cpu",
@@ -35,16 +42,20 @@ class ReadyLogits:
             settings=SchedulerSettings(
                 slots=slots, context_tokens=4096, kv_tokens=4096 * slots, step_tokens=2048
             ),
-            vocabulary=vocabulary,
+            vocabulary=logits.shape[1],
             weight_format="none",
         )
-        self._logits = (
-            np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
-        )
+        self._logits = logits
+        self._first = 0
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         wanting = [row for row in rows if row.wants_token]
-        return sample(self._logits[: len(wanting)], wanting) if wanting else []
+        if not wanting:
+            return []
+        if self._first + len(wanting) > len(self._logits):
+            self._first = 0
+        first, self._first = self._first, self._first + len(wanting)
+        return sample(self._logits[first : self._first], wanting)
 
     def copy(self, source: int, target: int, tokens: int) -> None: ...
 
@@ -53,18 +64,31 @@ class ReadyLogits:
     def close(self) -> None: ...
 
 
+def random_logits(rows: int, vocabulary: int) -> Logits:
+    return np.random.default_rng(1).standard_normal((rows, vocabulary)).astype(np.float32)
+
+
+def logits_of_readme(gguf: Path) -> Logits:
+    """Return the model's logits after each of the README's first tokens, in shuffled order."""
+    from llama_cpp import Llama
+
+    model = Llama(str(gguf), n_ctx=README_TOKENS, logits_all=True, verbose=False)
+    model.eval(model.tokenize(README.read_bytes())[:README_TOKENS])
+    return np.random.default_rng(1).permutation(np.array(model.scores, np.float32))
+
+
 def measure(
-    streams: int, vocabulary: int, steps: int, sampling: Sampling, stop: list[str]
+    streams: int, logits: Logits, steps: int, sampling: Sampling, stop: list[str]
 ) -> tuple[float, float]:
     """Median and 99th percentile of one step's host time, in seconds."""
-    backend = ReadyLogits(streams, vocabulary)
+    backend = ReadyLogits(streams, logits)
     config = EngineConfig(
         backend="ready",
         model_path="",
         model_name="ready",
         settings=SchedulerSettings(slots=streams, context_tokens=4096),
     )
-    table = [f" w{i}".encode() for i in range(vocabulary)]
+    table = [f" w{i}".encode() for i in range(logits.shape[1])]
     scheduler = Scheduler(backend, table, frozenset(), config)
     for number in range(streams):
         scheduler.add(Submit(number, GenerationRequest([3 + number] * 8, 4000, sampling, stop)))
@@ -83,7 +107,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--gguf", type=Path, help="a model, in place of random logits")
     asked = parser.parse_args()
+    if asked.gguf is None:
+        logits = random_logits(asked.streams, asked.vocabulary)
+    else:
+        logits = logits_of_readme(asked.gguf)
     cases = {
         "greedy": (Sampling(), []),
         "greedy, 4 stop strings": (Sampling(), ["STOP", "\n\n", "User:", "</s>"]),
@@ -92,10 +121,10 @@ def main() -> None:
         "temperature 0.8, min-p 0.05": (Sampling(temperature=0.8, min_p=0.05, seed=3), []),
         "temperature 0.8, top-p 0.95": (Sampling(temperature=0.8, top_p=0.95, seed=3), []),
     }
-    print(f"{asked.streams} streams, vocabulary {asked.vocabulary}, {asked.steps} steps")
+    print(f"{asked.streams} streams, vocabulary {logits.shape[1]}, {asked.steps} steps")
     print(f"{'sampling':32} {'median ms':>10} {'p99 ms':>10}")
     for name, (sampling, stop) in cases.items():
-        median, worst = measure(asked.streams, asked.vocabulary, asked.steps, sampling, stop)
+        median, worst = measure(asked.streams, logits, asked.steps, sampling, stop)
         print(f"{name:32} {median * 1e3:10.3f} {worst * 1e3:10.3f}")
 
 
