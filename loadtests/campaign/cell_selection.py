@@ -378,7 +378,7 @@ def _auto_models(
     measured, the GPU measures the largest ones that fit.
     """
     models: dict[Device | None, list[str]] = {}
-    for device in campaign.devices:
+    for device in sorted(campaign.devices, key=DEVICES.index):  # the CPU's models come first
         if device == "cpu":
             is_only = len(campaign.devices) == 1
             count = MAX_LADDER_MODELS if is_only else MAX_LADDER_MODELS_BESIDE_GPU

@@ -284,6 +284,10 @@ def test_the_demo_measures_both_sides_within_its_eight_minutes(
     for cell in plan.cells:
         least = 100.0 if cell.device == "cpu" and cell.key in confirmed else 13.0
         assert found[cell.key] >= least, cell.key
+    named = 'name = "demo"\ndevices = ["gpu", "cpu"]'
+    gpu_first = here(_demo(tmp_path).replace('name = "demo"', named, 1), facts=facts)
+    keys = {(cell.device, cell.model) for cell in gpu_first.cells}
+    assert keys == {(cell.device, cell.model) for cell in plan.cells}
     free[0] = 30 * GIB  # there is no room to make the weights of 32 billion parameters
     smaller = here(_demo(tmp_path), facts=facts)
     assert smaller.campaign.models[-1] in ("llama-3.1-8b", "qwen2.5-14b")
