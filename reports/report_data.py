@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -144,6 +144,16 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.level.quantile(getattr(self.level, name), q)
 
 
+class RateInterval(NamedTuple):
+    """The 90 % confidence interval of a capacity, requests/s."""
+
+    low: float
+    high: float
+
+    def overlaps(self, other: RateInterval) -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+
 class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One configuration: a model in a weight format, on an engine, on a device of one machine."""
 
@@ -195,6 +205,14 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if capacity.method == "step_times" and not capacity.is_confirmed:
             return 0.0  # by the step-time model single requests miss the SLO
         return self.confirmed_rate
+
+    @property
+    def capacity_interval(self) -> RateInterval | None:
+        """The interval of the capacity; None: one of its ends is not known."""
+        capacity = self.capacity
+        if capacity is None or capacity.low is None or capacity.high is None:
+            return None
+        return RateInterval(capacity.low, capacity.high)
 
     @property
     def side(self) -> str:

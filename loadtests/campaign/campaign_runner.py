@@ -230,8 +230,9 @@ class CampaignSession:
             self._progress.set_status(state.key, words)
         with signals_interrupt():
             try:
+                self._skip_cells_that_cannot_run()
                 for state in self._states:
-                    if state.key in self.confirming_blocks:
+                    if state.key in self.confirming_blocks and state.ended is None:
                         self._measure_block(state, self.confirming_blocks[state.key])
                 for block in range(1, self._blocks + 1):
                     order = list(self._states)
@@ -258,6 +259,23 @@ class CampaignSession:
         missing = f"; skipped: {skipped_keys}" if skipped else ""
         self._progress.say(f"complete: {self._run.folder}{missing}")
 
+    def _skip_cells_that_cannot_run(self) -> None:
+        """Skip the cells of which it is known before any measurement that they cannot run here, so
+        that the reason can be seen, and removed, before the campaign has taken its time."""
+        for state in self._states:
+            why_not = self._why_not(state.cell) if state.ended is None else None
+            if why_not is not None:
+                self._skip(state, why_not)
+
+    def _skip(self, state: CellState, reason: str) -> None:
+        """Record that a cell is skipped, and print why."""
+        state.record(journal.CellSkipped(cell=state.key, reason=reason))
+        self._progress.set_status(state.key, f"skipped, {reason}")
+        self._progress.say(f"{self._position_of(state)}: skipped, {reason}", style="red")
+
+    def _position_of(self, state: CellState) -> str:
+        return f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
+
     def _incomplete(self, why: str) -> Incomplete:
         return Incomplete(f"{why}. To continue: crossover campaign resume {self._run.folder}")
 
@@ -268,7 +286,7 @@ class CampaignSession:
 
     def _measure_block(self, state: CellState, block: int) -> None:
         """Measure a cell in one block, or record why it is skipped."""
-        position = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
+        position = self._position_of(state)
         progress = self._progress
         progress.set_status(state.key, "now", self._remaining_seconds)
         confirms = state.key in self._to_confirm
@@ -287,9 +305,7 @@ class CampaignSession:
             raise
         except CrossoverError as problem:
             _abandon_open_level(self._run, str(problem))
-            state.record(journal.CellSkipped(cell=state.key, reason=str(problem)))
-            progress.set_status(state.key, f"skipped, {problem}")
-            progress.say(f"{position}: skipped, {problem}", style="red")
+            self._skip(state, str(problem))
             return
         if block >= self._blocks or not confirms:
             self._finish_cell(state, capacity, position)
@@ -329,9 +345,7 @@ class CampaignSession:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
         remaining_cells = [
-            other.cell
-            for other in self._states
-            if other is state or (other.ended is None and self._why_not(other.cell) is None)
+            other.cell for other in self._states if other is state or other.ended is None
         ]
         shares = cell_selection.share_budget(
             remaining_cells, self._to_confirm, self._remaining_seconds, self._campaign

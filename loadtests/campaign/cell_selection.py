@@ -9,6 +9,8 @@ share_budget(cells, to_confirm, 600.0, campaign)    # {cell key: seconds}
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 import shutil
 from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ from crossover.loadtests.campaign.campaign_file import (
     Device,
     Plan,
     ServerSettings,
+    ThirdPartyEngine,
     backends_on,
     can_measure,
     cells_of,
@@ -101,10 +104,14 @@ MAX_DISK_SHARE = 0.9  # of the free disk space, for the weights of a model
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
-    """Return why a cell cannot run here, with the sum of the memory that it needs.
+    """Return why a cell cannot run here: the program that is not installed, or the sum of the
+    memory that it needs.
 
     None: it can run, or it is not known before its server is started.
     """
+    engine = campaign.engine_of(cell)
+    if engine is not None:
+        return why_not_installed(engine)
     backend = BACKENDS.get(cell.backend)
     if cell.spec is None or backend is None or not backend.has_weights:
         return None
@@ -118,6 +125,24 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     except (ServingError, ValueError, KeyError) as problem:
         return str(problem)
     return None
+
+
+def why_not_installed(engine: ThirdPartyEngine) -> str | None:
+    """Return which program of another project's engine is missing, and how to install it; None: it
+    is there."""
+    program = program_of(engine.command)
+    if shutil.which(program) is not None:
+        return None
+    how = f" Install it: {engine.install}" if engine.install else ""
+    return f"{engine.name} needs the program {program!r}, not found.{how}"
+
+
+def program_of(command: str) -> str:
+    """Return the program that a command starts: `vllm` of `env A=1 vllm serve`."""
+    words = shlex.split(command)
+    if words[0] == "env":
+        words = [word for word in words[1:] if not re.match(r"\w+=", word)]
+    return words[0] if words else "env"
 
 
 def _placement_request(

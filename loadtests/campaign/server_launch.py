@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -103,13 +102,9 @@ class CellServer:
         """Make or find the weights of another project's engine, start it, wait until its `ready`
         path answers 200, and return its URL.
 
-        Raises ServerFailed if its program is not installed or it has no weights.
+        Raises ServerFailed if it has no weights.
         """
         model, server = self._cell.source, self._campaign.server
-        program = program_of(engine.command)
-        if shutil.which(program) is None:
-            how = f" Install it: {engine.install}" if engine.install else ""
-            raise ServerFailed(f"{engine.name} needs the program {program!r}, not found.{how}")
         try:
             if engine.weights != "none":
                 model = resolve(
@@ -285,14 +280,6 @@ def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     except OSError:
         return False
     return any(name.startswith(GPU_FILES) for name in open_files)
-
-
-def program_of(command: str) -> str:
-    """Return the program that a command starts: `vllm` of `env A=1 vllm serve`."""
-    words = shlex.split(command)
-    if words[0] == "env":
-        words = [word for word in words[1:] if not re.match(r"\w+=", word)]
-    return words[0] if words else "env"
 
 
 def filled(command: str, values: Mapping[str, object]) -> list[str]:

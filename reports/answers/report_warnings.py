@@ -23,7 +23,7 @@ from crossover.loadtests.records.journal_events import (
     of_kind,
 )
 from crossover.models import formatting
-from crossover.reports.report_data import CellData, ReportData
+from crossover.reports.report_data import CellData, RateInterval, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 MIN_ALERT_SHARE = 0.1  # change of the machine's speed from which the first screen names it
@@ -153,13 +153,10 @@ def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
     for first, second in itertools.combinations(data.cells, 2):
         if (first.model, first.side) != (second.model, second.side):
             continue
-        first_interval, second_interval = _interval(first), _interval(second)
+        first_interval, second_interval = first.capacity_interval, second.capacity_interval
         if first_interval is None or second_interval is None:
             continue
-        if (
-            first_interval.low <= second_interval.high
-            and second_interval.low <= first_interval.high
-        ):
+        if first_interval.overlaps(second_interval):
             yield NamedWarning(
                 "NoDifferenceShown",
                 NOTE,
@@ -170,22 +167,7 @@ def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
             )
 
 
-class _Interval(NamedTuple):
-    """The 90 % confidence interval of a capacity, requests/s."""
-
-    low: float
-    high: float
-
-
-def _interval(cell: CellData) -> _Interval | None:
-    """Return the interval of a configuration's capacity; None: one of its ends is not known."""
-    capacity = cell.capacity
-    if capacity is None or capacity.low is None or capacity.high is None:
-        return None
-    return _Interval(capacity.low, capacity.high)
-
-
-def _with_interval(cell: CellData, interval: _Interval) -> str:
+def _with_interval(cell: CellData, interval: RateInterval) -> str:
     """Return `onnx int8 (1.3–1.9/s)`."""
     words = formatting.rate_interval(interval.low, interval.high, cell.unit_rate)
     return f"{cell.engine_words} ({words})"

@@ -23,16 +23,15 @@ def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         return _chosen_engines(data)
     sentences = []
     for side in SIDES:
-        if on_side := [cell for cell in compared if cell.side == side]:
-            best = max(on_side, key=lambda cell: cell.estimated_rate or 0.0)
-            where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
-            sentences.append(
-                f"{where}{best.engine_words} has the highest capacity for {best.model}."
-            )
+        where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
+        for model in dict.fromkeys(cell.model for cell in compared if cell.side == side):
+            cells = [cell for cell in compared if (cell.model, cell.side) == (model, side)]
+            if words := _fastest_words(model, cells):
+                sentences.append(f"{where}{words}")
     return Section(
         slug="formats",
         title="Formats and engines",
-        sentence=" ".join(sentences),
+        sentence=" ".join(sentences) or "No engine was found to serve requests within the SLO.",
         grades=("measured",),
         table=table(
             ("model", "device", "engine", "capacity", "reads", "writes", "memory"),
@@ -40,6 +39,28 @@ def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
             words=("device", "engine", "capacity"),
         ),
     )
+
+
+def _fastest_words(model: str, cells: Sequence[CellData]) -> str:
+    """Return which of a model's engines has the highest capacity, and from which others the run
+    does not tell it apart; "": none meets the SLO at any rate."""
+    best = max(cells, key=lambda cell: cell.estimated_rate or 0.0)
+    if not best.estimated_rate:
+        return ""
+    words = f"{best.engine_words} has the highest capacity for {model}"
+    interval = best.capacity_interval
+    similar = [
+        cell.engine_words
+        for cell in cells
+        if cell is not best
+        and interval is not None
+        and cell.capacity_interval is not None
+        and interval.overlaps(cell.capacity_interval)
+    ]
+    if similar:
+        others = ", ".join(similar)
+        words += f"; no difference is shown from {others}"
+    return f"{words}."
 
 
 def _row(cell: CellData) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from crossover.reports.render import html_page, json_and_csv, markdown
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.crossover_map import wrapped
+from crossover.reports.sections.format_comparison import formats
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import short_run, shown, shown_page
@@ -455,10 +456,15 @@ def test_engines_whose_intervals_overlap_are_said_not_to_differ(
         msgspec.structs.replace(cell, model="x", backend="onnx", capacity=capacities[0]),
         msgspec.structs.replace(cell, model=model, engine="vllm-cpu", capacity=capacities[1]),
     ]
-    found = warnings_of(msgspec.structs.replace(data, cells=tuple(cells)))
+    data = msgspec.structs.replace(data, cells=tuple(cells))
+    found = warnings_of(data)
     said = [one.text for one in found if one.code == "NoDifferenceShown"]
     assert (not said) == is_shown
     assert all("no difference shown" in text and "vllm-cpu" in text for text in said)
+    if model == "x":
+        section = formats(data, answers_of(data))
+        assert section is not None and "has the highest capacity for x" in section.sentence
+        assert ("no difference is shown from" in section.sentence) != is_shown
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from crossover.loadtests.campaign.campaign_file import (
     recipe_names,
     slo_of,
 )
+from crossover.loadtests.campaign.cell_selection import program_of
 from crossover.loadtests.campaign.resume_state import new_run
-from crossover.loadtests.campaign.server_launch import api_of, filled, program_of
+from crossover.loadtests.campaign.server_launch import api_of, filled
 from crossover.loadtests.cli.campaign_command import campaign
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.load_generator.openai_endpoint import Target

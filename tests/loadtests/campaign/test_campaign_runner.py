@@ -100,6 +100,31 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
     assert ended(folder) == ["smollm2-360m-fake", "smollm2-135m-fake"]
 
 
+NOT_INSTALLED = """
+[[engines]]
+name = "absent"
+command = "no-such-program {port}"
+install = "make absent"
+"""
+
+
+def test_an_engine_that_is_not_installed_is_skipped_at_once_and_takes_no_time_of_the_others(
+    tmp_path: Path,
+) -> None:
+    plan = campaign(search=f"confirm = 1{NOT_INSTALLED}")
+    world = Simulated()
+    folder = world.run(plan, tmp_path)
+    events = read_records(folder).events
+    (skipped,) = of_kind(events, CellSkipped)
+    (started,) = of_kind(events, CellStarted)
+    assert "needs the program 'no-such-program', not found. Install it: make absent" in str(
+        skipped.reason
+    )
+    assert events.index(skipped) < events.index(started), "said before anything is measured"
+    assert started.until_seconds == plan.campaign.budget_seconds
+    assert world.opened == [started.cell]
+
+
 def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
     left = [MAX_SERVER_STARTS - 1]
 

@@ -128,7 +128,6 @@ def test_an_engine_of_others_serves_says_what_it_is_and_ends(
     [
         ({"command": f"{SCRIPTED} never-ready", "ready": 0.6}, "within 0.6 s: .*/health answered"),
         ({"command": f"{SCRIPTED} dies-at-start"}, r"not start \(exit status 1: no such model\)"),
-        ({"command": "no-such-program {port}"}, "needs the program 'no-such-program'"),
         (
             {"model": "no/such:not-here.gguf", "keys": 'weights = "gguf"'},
             "no weights for scripted: ",
