@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from crossover.loadtests.campaign import next_measurement
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import resume, run
 from crossover.loadtests.campaign.progress import Progress
@@ -116,9 +117,10 @@ def known(url: str, budget: float, level: float, more: str = "") -> Plan:
 
 @pytest.mark.clock
 def test_a_whole_campaign_finds_what_the_known_law_holds(
-    truth_server: Start, tmp_path: Path
+    truth_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
+    monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 1.0)  # an answer takes a third
     out = StringIO()
     plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=45, level=3.0)
     with Progress(out, log_interval_seconds=1.0) as progress:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from crossover.loadtests.campaign import next_measurement
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.progress import Progress
@@ -33,7 +34,7 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
-pytestmark = pytest.mark.clock
+pytestmark = pytest.mark.alone
 CAMPAIGN = """
 name = "not quiet"
 models = ["135m"]
@@ -61,6 +62,12 @@ single_stream_requests = 5
 def steal_of_a_shared_host_is_no_hog(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hog takes a third to a half; a neighbour of a virtual machine now and then 5 %."""
     monkeypatch.setattr(disturbance, "MAX_TAKEN_SHARE", 0.2)
+
+
+@pytest.fixture(autouse=True)
+def levels_warm_up_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of five: an answer of this engine takes a tenth of a second."""
+    monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 1.0)
 
 
 ONE_CORE = "cores = 1"  # the engine is alone on it: half of it is left beside a hog

@@ -15,7 +15,7 @@ import pytest
 from crossover.loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
 from crossover.loadtests.levels.disturbance import disturbance_of
 
-pytestmark = pytest.mark.clock
+pytestmark = pytest.mark.alone
 CORE = max(os.sched_getaffinity(0))
 SPIN = f"import os\nos.sched_setaffinity(0, [{CORE}])\nwhile True: pass"
 
