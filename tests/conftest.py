@@ -127,6 +127,19 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     forks.close()
 
 
+@pytest.fixture
+def capacities_of_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacities of campaigns are simulated with 2,000 requests a rate in place of 8,000, so that
+    they vary by 3 to 5 % with the seed in place of 2 %. For tests of what is done with a capacity;
+    those in tests/serving/capacity and tests/loadtests/capacity are of how exact it is.
+    """
+    from tests.loadtests.capacity.few_requests import cached_quick_capacity, quick_capacity
+
+    where = "crossover.loadtests"
+    monkeypatch.setattr(f"{where}.capacity.capacity_estimate._simulated", cached_quick_capacity)
+    monkeypatch.setattr(f"{where}.campaign.cell_selection.capacity", quick_capacity)
+
+
 @pytest.fixture(scope="session")
 def shipped_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the tokenizer that the project ships, as the fake backend is served with."""

@@ -49,6 +49,8 @@ from tests.loadtests.campaign.simulated import (
     killed_after,
 )
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 TWO = '["135m", "360m"]'
 
 

@@ -32,6 +32,8 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 
 def started(folder: Path) -> list[LevelStarted]:
     return of_kind(read_records(folder).events, LevelStarted)

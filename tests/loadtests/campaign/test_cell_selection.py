@@ -43,6 +43,8 @@ from crossover.serving.placement.fastest_backend import (
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 from tests.tools.made_up_machines import FACTS, MadeUp
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 
 

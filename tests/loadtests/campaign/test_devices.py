@@ -49,6 +49,8 @@ from crossover.serving.placement.fastest_backend import (
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.tools.made_up_machines import FACTS, MadeUp
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 GIB = 1 << 30
 H200 = GpuFacts(
     "NVIDIA H200", "nvidia", 140 * GIB, 139 * GIB, "580.1", uuid="GPU-1", power_limit_watts=700.0
