@@ -83,8 +83,8 @@ def asked(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=["llama_cpp", pytest.param("onnx", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, cache: Path, safetensors: Path) -> Iterator[str]:
-    source = MODEL if request.param == "llama_cpp" else safetensors
+def url(request: pytest.FixtureRequest, cache: Path) -> Iterator[str]:
+    source = MODEL if request.param == "llama_cpp" else request.getfixturevalue("safetensors")
     with served(cache, source, request.param, ENGINES[request.param]) as found:
         yield found
 
@@ -151,7 +151,7 @@ slots = 4
 context_tokens = 512
 cache = "{cache}"
 [search]
-rates = [1.0]
+rates = [0.5]
 level_seconds = 3
 single_stream_requests = 2
 single_stream_seconds = 3
@@ -170,14 +170,16 @@ def crossover(*words: str | Path) -> str:
     "with_folder", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["file", "file, folder"]
 )
 def test_ones_own_file_and_folder_are_measured_reported_and_planned(
-    with_folder: bool, cache: Path, safetensors: Path, tmp_path: Path
+    with_folder: bool, cache: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """As README's second example: no key says an engine, a format or a route."""
     packaged, campaign = packaged_file(MODEL), tmp_path / "own.toml"
     assert packaged is not None
     file, runs = tmp_path / "Mine-Q4_1.gguf", tmp_path / "runs"
     file.symlink_to(packaged)
-    models = [str(file), str(safetensors)] if with_folder else [str(file)]
+    models = [str(file)]
+    if with_folder:
+        models.append(str(request.getfixturevalue("safetensors")))
     campaign.write_text(OWN.format(models=json.dumps(models), cache=cache / "cache"))
     command = [sys.executable, "-m", "crossover", "campaign", "run", campaign, "--out", runs]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -166,9 +166,8 @@ def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
 
 
 def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_ones() -> None:
-    _, data, all_answers = shown()
-    ends = (0, 3)  # the smallest model, and one that misses the SLO unloaded
-    answers = [all_answers[place] for place in ends]
+    data = read_report(short_run())
+    answers = answers_of(data)  # of the smallest model, and of one that misses the SLO unloaded
     lattice = slo_sliders.lattice_of(answers, data)
     assert lattice is not None
     shape = (len(lattice.ttft), len(lattice.tpot), len(lattice.target))
@@ -189,9 +188,9 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
     axes = product(lattice.ttft, lattice.tpot, lattice.target)
     for place, limits in enumerate(axes):
         if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
-            again = answers_of(read_report(shown()[0], Slo("other", *limits)))
+            again = answers_of(read_report(short_run(), Slo("other", *limits)))
             for one in lattice.entries:
-                cell, rate = again[ends[one.model]].cell, one.answers.confirmed[place]
+                cell, rate = again[one.model].cell, one.answers.confirmed[place]
                 assert rate == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
                     "as a report says"
                 )
@@ -200,7 +199,8 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
 
 
 def test_another_slo_is_judged_from_the_same_records() -> None:
-    folder, data, _ = shown()
+    folder = short_run()
+    data = read_report(folder)
     strict = read_report(folder, Slo("strict", 0.05, 0.2, 0.9))
     loose = read_report(folder, Slo("loose", 60.0, 5.0, 0.9))
     small = [one.cells[0].estimated_rate or 0.0 for one in (strict, data, loose)]

@@ -10,6 +10,7 @@ not measured; it lies on the line through the other two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -46,12 +47,19 @@ def steps_of(measured: Measured) -> Steps:
     token = (prompt_seconds[1] - prompt_seconds[0]) / (PROMPTS[2] - PROMPTS[1])
     empty = max(0.0, prompt_seconds[0] - PROMPTS[1] * token)
 
+    @cache
+    def decode_seconds(rows: int) -> float:
+        return float(np.interp(rows, ROWS, (0.0, *decode))) / 1e3
+
+    @cache
+    def pass_seconds(tokens: float) -> float:
+        return float(np.interp(tokens, PROMPTS, (empty, *prompt_seconds)))
+
     def seconds(rows: int, tokens: int, context: int, passes: int) -> float:
-        step = float(np.interp(rows, ROWS, (0.0, *decode))) / 1e3
-        if tokens:
-            count = max(1, passes - (rows > 0))
-            step += count * float(np.interp(tokens / count, PROMPTS, (empty, *prompt_seconds)))
-        return step
+        if not tokens:
+            return decode_seconds(rows)
+        count = max(1, passes - (rows > 0))
+        return decode_seconds(rows) + count * pass_seconds(tokens / count)
 
     return seconds
 

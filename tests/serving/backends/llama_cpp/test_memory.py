@@ -105,7 +105,9 @@ def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
         assert of_file.need_bytes == pytest.approx(of_shape.need_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["135m", "1b", "qwen3-4b"])
+@pytest.mark.parametrize(
+    "name", ["1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("135m", "qwen3-4b"))]
+)
 def test_the_buffer_of_a_dense_shape_follows_from_its_tensors(name: str, tmp_path: Path) -> None:
     """At a short context the MLP needs most, at a longer one attention does."""
     spec = ladder_model(name).spec
