@@ -33,7 +33,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
-	@echo "  make test            run the tests (8 minutes after installation)"
+	@echo "  make test            run the tests (6 minutes on 2 cores, after installation)"
 	@echo "  make test-slow       run further cases of the same promises: architectures, formats, seeds"
 	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"
