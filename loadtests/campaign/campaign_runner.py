@@ -339,8 +339,8 @@ class CampaignSession:
         return cell_block
 
     def _budget_of(self, state: CellState) -> float:
-        """Return the seconds of measuring that a cell may still use: its share of what is left, or
-        what confirming takes."""
+        """Return the seconds of measuring that a cell may still use: its share of what is left, at
+        least those of an estimate, or what confirming takes."""
         if state.key in self.confirming_blocks:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
@@ -350,7 +350,8 @@ class CampaignSession:
         shares = cell_selection.share_budget(
             remaining_cells, self._to_confirm, self._remaining_seconds, self._campaign
         )
-        return shares[state.key]
+        min_seconds = cell_selection.min_seconds(state.cell, len(self._states), self._campaign)
+        return max(shares[state.key], min_seconds)
 
     @property
     def _remaining_seconds(self) -> float:

@@ -51,6 +51,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
         pad_edge=False,
     )
     confirm_seconds = 0.0
+    skipped: list[str] = []  # too long for the table: how to install an engine
     records = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
     capacities = [_capacity_of(record) for record in records]
     unit_rate = capacity_text.common_rate(capacities)
@@ -59,7 +60,9 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
             _show_cell(record, capacity, unit_rate, console)
         if capacity is None:
             reason = getattr(record.ended, "reason", "")
-            columns = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
+            columns = ["-", "-", "skipped" if reason else "not measured"]
+            if reason:
+                skipped.append(printable(f"{record.key} was skipped: {reason}"))
         else:
             columns = _capacity_columns(capacity, unit_rate)
             if not capacity.is_confirmed:
@@ -67,6 +70,8 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
         table.add_row(record.key, _single_stream_medians(record), *columns)
     console.print(f"\n{_requirements(campaign)}", style="bold")
     console.print(table)
+    for line in skipped:
+        console.print(line)
     if confirm_seconds:
         console.print(
             f"To confirm the estimates, which takes about {formatting.duration(confirm_seconds)}: "

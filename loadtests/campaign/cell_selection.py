@@ -303,6 +303,17 @@ def share_budget(
     return {cell.key: needed.get(cell.key, rest_seconds) for cell in cells}
 
 
+def min_seconds(cell: Cell, cells: int, campaign: Campaign) -> float:
+    """Return the seconds of measuring that a cell gets even if those before it took longer than
+    their shares: the time that an estimate takes, within its even part of the whole budget.
+
+    `cells`: number of all cells. Answers that come late make a level longer than planned, and
+    without this time the last cells would not be measured at all.
+    """
+    even_seconds = budget_of(campaign, cells) / max(1, cells)
+    return min(even_seconds, _needed_seconds(cell, False, campaign))
+
+
 def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float:
     """Return the seconds of measuring that an estimate takes and, on a GPU, the level that confirms
     it. On a GPU that is some 40 s, or 75 s if a TTFT limit of 2 s makes the level a minute long."""

@@ -15,6 +15,7 @@ from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.cell_runner import MAX_SERVER_STARTS
+from crossover.loadtests.campaign.cell_selection import ESTIMATE_SECONDS
 from crossover.loadtests.campaign.level_runner import LevelSpec
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
@@ -125,6 +126,33 @@ def test_an_engine_that_is_not_installed_is_skipped_at_once_and_takes_no_time_of
     assert events.index(skipped) < events.index(started), "said before anything is measured"
     assert started.until_seconds == plan.campaign.budget_seconds
     assert world.opened == [started.cell]
+
+
+def test_a_cell_has_the_time_of_an_estimate_though_the_one_before_took_all_of_the_budget(
+    tmp_path: Path,
+) -> None:
+    world = Simulated()
+
+    def fate(state: CellState, asked: LevelSpec) -> None:
+        if asked.name.endswith("135m-fake#1.1"):  # answers that come minutes late
+            world.now += 600
+
+    world.fate = fate
+    folder = world.run(campaign(600, models=TWO), tmp_path)
+    first, second = of_kind(read_records(folder).events, CellStarted)
+    assert (first.until_seconds, second.until_seconds) == (300, ESTIMATE_SECONDS)
+    assert of_kind(read_records(folder).events, Calibrated, "smollm2-360m-fake")
+
+
+def test_a_table_has_no_room_for_why_a_cell_was_skipped_and_a_line_below_it_has(
+    tmp_path: Path,
+) -> None:
+    folder = Simulated().run(campaign(search=f"confirm = 1{NOT_INSTALLED}"), tmp_path)
+    shown = StringIO()
+    show_run(folder, Console(file=shown, width=200), levels=False)
+    (row, line) = (one for one in shown.getvalue().splitlines() if "-absent" in one)
+    assert row.split()[1:] == ["-", "-", "-", "skipped"]
+    assert line.endswith("not found. Install it: make absent")
 
 
 def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
