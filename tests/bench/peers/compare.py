@@ -9,7 +9,9 @@
 In a round every contestant is started once, measured at each number of streams and ended; rounds go
 through them in alternate order. With --together N they are started at the same time, once for every
 N rounds, and each is idle while another one is measured: the two measurements of a pair are then
-seconds apart and not a minute, so that the machine's speed is nearly the same for both.
+seconds apart and not a minute, so that the machine's speed is nearly the same for both. They are
+started in alternate order, too: of two that were started one after the other, the second was 2 to 5
+% quicker (135M onnx int8, one thread), whichever that was.
 
 Closed loop: each stream sends its next request when its last one has ended, two each (one, of
 models above 2 billion parameters; four, of one stream). Every prompt is different, so no prefix is
@@ -193,9 +195,10 @@ def main() -> None:
         only = None if asked.contestants else OF_THE_BIG.get(model)
         chosen = [one for one in present if only is None or one.name in only]
         for first in range(0, asked.rounds, asked.together or 1):
-            numbers = range(first, min(first + (asked.together or 1), asked.rounds))
             if asked.together:
-                measure_together(chosen, model, numbers, asked, rows, facts)
+                numbers = range(first, min(first + asked.together, asked.rounds))
+                starting = in_turn(chosen, first // asked.together)
+                measure_together(starting, model, numbers, asked, rows, facts)
             else:
                 for contestant in in_turn(chosen, first):
                     measure(contestant, model, first, asked, rows, facts)
@@ -261,7 +264,10 @@ def measure_together(
     rows: Rows,
     facts: dict[str, Any],
 ) -> None:
-    """Measure rounds with all contestants running. Raises RuntimeError where one does not start."""
+    """Measure rounds with all contestants running; they are started in the order given.
+
+    Raises RuntimeError where one does not start.
+    """
     todo = {
         (number, contestant): not_measured(contestant, model, number, asked, rows, facts)
         for number in numbers
