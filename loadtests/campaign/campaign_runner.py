@@ -328,6 +328,8 @@ class CampaignSession:
         """Record that a cell begins a block, with the measuring time that it may use there."""
         remaining_blocks = max(1, self._blocks - block + 1)
         seconds = self._budget_of(state) / remaining_blocks
+        if state.calibrated is None:
+            seconds = max(seconds, self._estimate_seconds(state.cell))
         until_seconds = round(state.spent_seconds + seconds, 3)
         cell_block = state.record(
             journal.CellStarted(cell=state.key, block=block, until_seconds=until_seconds)
@@ -339,8 +341,8 @@ class CampaignSession:
         return cell_block
 
     def _budget_of(self, state: CellState) -> float:
-        """Return the seconds of measuring that a cell may still use: its share of what is left, at
-        least those of an estimate, or what confirming takes."""
+        """Return the seconds of measuring that a cell may still use: its share of what is left, or
+        what confirming takes."""
         if state.key in self.confirming_blocks:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
@@ -350,8 +352,14 @@ class CampaignSession:
         shares = cell_selection.share_budget(
             remaining_cells, self._to_confirm, self._remaining_seconds, self._campaign
         )
-        min_seconds = cell_selection.min_seconds(state.cell, len(self._states), self._campaign)
-        return max(shares[state.key], min_seconds)
+        return shares[state.key]
+
+    def _estimate_seconds(self, cell: Cell) -> float:
+        """Return the seconds of measuring that a cell gets until it is calibrated, even if those
+        before it took longer than their shares: answers that come late make a level longer than
+        planned, and the last cells would not be measured at all."""
+        runnable = sum(not isinstance(one.ended, journal.CellSkipped) for one in self._states)
+        return cell_selection.estimate_seconds(cell, runnable, self._campaign)
 
     @property
     def _remaining_seconds(self) -> float:

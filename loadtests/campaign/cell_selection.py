@@ -129,20 +129,23 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
 
 def why_not_installed(engine: ThirdPartyEngine) -> str | None:
     """Return which program of another project's engine is missing, and how to install it; None: it
-    is there."""
+    is there, or its command does not show which program it starts."""
     program = program_of(engine.command)
-    if shutil.which(program) is not None:
+    if program is None or shutil.which(program) is not None:
         return None
     how = f" Install it: {engine.install}" if engine.install else ""
     return f"{engine.name} needs the program {program!r}, not found.{how}"
 
 
-def program_of(command: str) -> str:
-    """Return the program that a command starts: `vllm` of `env A=1 vllm serve`."""
+def program_of(command: str) -> str | None:
+    """Return the program that a command starts: `vllm` of `env A=1 vllm serve`. None: `env` has
+    options, which may change where and how the program is found."""
     words = shlex.split(command)
     if words[0] == "env":
-        words = [word for word in words[1:] if not re.match(r"\w+=", word)]
-    return words[0] if words else "env"
+        words = [word for word in words[1:] if not re.match(r"\w+=", word)] or ["env"]
+        if words[0].startswith("-"):
+            return None
+    return words[0]
 
 
 def _placement_request(
@@ -303,13 +306,9 @@ def share_budget(
     return {cell.key: needed.get(cell.key, rest_seconds) for cell in cells}
 
 
-def min_seconds(cell: Cell, cells: int, campaign: Campaign) -> float:
-    """Return the seconds of measuring that a cell gets even if those before it took longer than
-    their shares: the time that an estimate takes, within its even part of the whole budget.
-
-    `cells`: number of all cells. Answers that come late make a level longer than planned, and
-    without this time the last cells would not be measured at all.
-    """
+def estimate_seconds(cell: Cell, cells: int, campaign: Campaign) -> float:
+    """Return the seconds of measuring that an estimate of a cell takes, at most its even part of
+    the budget. `cells`: number of cells that are measured."""
     even_seconds = budget_of(campaign, cells) / max(1, cells)
     return min(even_seconds, _needed_seconds(cell, False, campaign))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from crossover.loadtests.capacity.capacity_text import in_words
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData
+from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, RateInterval, ReportData
 from crossover.reports.sections.section import Section, table
 from crossover.reports.sections.speeds import speeds_of
 
@@ -26,12 +27,11 @@ def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
         for model in dict.fromkeys(cell.model for cell in compared if cell.side == side):
             cells = [cell for cell in compared if (cell.model, cell.side) == (model, side)]
-            if words := _fastest_words(model, cells):
-                sentences.append(f"{where}{words}")
+            sentences.append(f"{where}{_fastest_words(model, cells)}")
     return Section(
         slug="formats",
         title="Formats and engines",
-        sentence=" ".join(sentences) or "No engine was found to serve requests within the SLO.",
+        sentence=" ".join(sentences),
         grades=("measured",),
         table=table(
             ("model", "device", "engine", "capacity", "reads", "writes", "memory"),
@@ -43,24 +43,35 @@ def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
 
 def _fastest_words(model: str, cells: Sequence[CellData]) -> str:
     """Return which of a model's engines has the highest capacity, and from which others the run
-    does not tell it apart; "": none meets the SLO at any rate."""
-    best = max(cells, key=lambda cell: cell.estimated_rate or 0.0)
-    if not best.estimated_rate:
-        return ""
+    does not tell it apart."""
+    measured = [cell for cell in cells if cell.capacity is not None]
+    known = [cell for cell in measured if cell.estimated_rate]
+    if not known:
+        if measured and all(cell.estimated_rate == 0.0 for cell in measured):
+            return f"{model} is not served within the SLO by any engine that was measured."
+        return f"{model} has no engine whose capacity is known."
+    best = max(known, key=lambda cell: cell.estimated_rate or 0.0)
+    if len(measured) == 1:
+        return f"{best.engine_words} is the only engine that was measured for {model}."
     words = f"{best.engine_words} has the highest capacity for {model}"
-    interval = best.capacity_interval
     similar = [
-        cell.engine_words
-        for cell in cells
-        if cell is not best
-        and interval is not None
-        and cell.capacity_interval is not None
-        and interval.overlaps(cell.capacity_interval)
+        cell.engine_words for cell in measured if cell is not best and _is_similar(cell, best)
     ]
     if similar:
-        others = ", ".join(similar)
-        words += f"; no difference is shown from {others}"
+        words += f"; no difference is shown from {', '.join(similar)}"
     return f"{words}."
+
+
+def _is_similar(cell: CellData, best: CellData) -> bool:
+    """Return whether the intervals of two capacities overlap. An end that is not known bounds
+    nothing."""
+    if cell.estimated_rate == 0.0 or cell.capacity is None or best.capacity is None:
+        return False
+    intervals = [
+        RateInterval(capacity.low or 0.0, math.inf if capacity.high is None else capacity.high)
+        for capacity in (cell.capacity, best.capacity)
+    ]
+    return intervals[0].overlaps(intervals[1])
 
 
 def _row(cell: CellData) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from crossover import cli
 from crossover.loadtests.campaign.level_runner import level_text
+from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
@@ -465,6 +466,37 @@ def test_engines_whose_intervals_overlap_are_said_not_to_differ(
         section = formats(data, answers_of(data))
         assert section is not None and "has the highest capacity for x" in section.sentence
         assert ("no difference is shown from" in section.sentence) != is_shown
+
+
+def test_an_engine_is_not_called_the_fastest_beside_ones_that_are_not_known_to_be_slower() -> None:
+    data = shown()[1]
+    cell = next(cell for cell in data.cells if cell.capacity is not None)
+    assert cell.capacity is not None
+    best = msgspec.structs.replace(
+        cell.capacity, estimated_rate=2.0, confirmed_rate=None, low=1.9, high=2.5
+    )
+    bounded = msgspec.structs.replace(
+        best, estimated_rate=None, method="levels", low=None, high=3.1
+    )
+    missed = msgspec.structs.replace(best, estimated_rate=0.0, low=0.0, high=0.0)
+
+    def sentence(*others: Capacity | None) -> str:
+        cells = [
+            msgspec.structs.replace(cell, model="x", engine=f"engine-{index}", capacity=capacity)
+            for index, capacity in enumerate(others)
+        ]
+        with_cells = msgspec.structs.replace(data, cells=tuple(cells))
+        section = formats(with_cells, answers_of(with_cells))
+        assert section is not None
+        return section.sentence
+
+    assert "no difference is shown from engine-1" in sentence(best, bounded)
+    lower = msgspec.structs.replace(bounded, high=1.5)
+    assert sentence(best, lower).endswith("has the highest capacity for x.")
+    assert sentence(best, missed).endswith("has the highest capacity for x.")
+    assert "is the only engine that was measured for x" in sentence(best, None)
+    assert "x is not served within the SLO" in sentence(missed, missed, None)
+    assert "x has no engine whose capacity is known" in sentence(bounded, None)
 
 
 @pytest.mark.parametrize(

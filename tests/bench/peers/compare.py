@@ -10,8 +10,8 @@ In a round every contestant is started once, measured at each number of streams 
 through them in alternate order. With --together N they are started at the same time, once for every
 N rounds, and each is idle while another one is measured: the two measurements of a pair are then
 seconds apart and not a minute, so that the machine's speed is nearly the same for both. They are
-started in alternate order, too: of two that were started one after the other, the second was 2 to 5
-% quicker (135M onnx int8, one thread), whichever that was.
+also started in alternate order, because of two servers of the same code the one that was started
+second was often some percent quicker. Choose --rounds as an even multiple of N.
 
 Closed loop: each stream sends its next request when its last one has ended, two each (one, of
 models above 2 billion parameters; four, of one stream). Every prompt is different, so no prefix is
@@ -172,6 +172,8 @@ def arguments() -> argparse.Namespace:
     found.models = [
         ladder_model(one).spec.name if is_ladder_model(one) else one for one in found.models
     ]
+    if found.together is not None and found.together < 1:
+        parser.error(f"--together must be at least 1, got {found.together}")
     try:
         found.named = [parsed(text) for text in found.contestants or ALL]
     except ValueError as problem:
@@ -198,7 +200,7 @@ def main() -> None:
             if asked.together:
                 numbers = range(first, min(first + asked.together, asked.rounds))
                 starting = in_turn(chosen, first // asked.together)
-                measure_together(starting, model, numbers, asked, rows, facts)
+                measure_together(starting, chosen, model, numbers, asked, rows, facts)
             else:
                 for contestant in in_turn(chosen, first):
                     measure(contestant, model, first, asked, rows, facts)
@@ -257,6 +259,7 @@ def warm_up(server: Server, model: str) -> None:
 
 
 def measure_together(
+    starting: list[Contestant],
     contestants: list[Contestant],
     model: str,
     numbers: range,
@@ -264,9 +267,9 @@ def measure_together(
     rows: Rows,
     facts: dict[str, Any],
 ) -> None:
-    """Measure rounds with all contestants running; they are started in the order given.
+    """Measure rounds with all contestants running. What fails is a row, and the others go on.
 
-    Raises RuntimeError where one does not start.
+    `starting`: the contestants in the order in which they are started.
     """
     todo = {
         (number, contestant): not_measured(contestant, model, number, asked, rows, facts)
@@ -275,23 +278,50 @@ def measure_together(
     }
     if not any(todo.values()):
         return
+
+    def add_failure(contestant: Contestant, problem: Exception, log: Path) -> None:
+        cells = next(cells for (_, one), cells in todo.items() if one == contestant and cells)
+        rows.add(msgspec.structs.replace(cells[0], error=failure_words(problem, log)))
+
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossover-bench-")))
-        servers = {
-            contestant: stack.enter_context(
-                started(contestant, setup_of(model, asked), folder / f"{index}.log")
-            )
-            for index, contestant in enumerate(contestants)
-        }
+        servers: dict[Contestant, Server] = {}
+        logs = {contestant: folder / f"{index}.log" for index, contestant in enumerate(starting)}
+        for contestant in starting:
+            if not any(cells for (_, one), cells in todo.items() if one == contestant):
+                continue
+            try:
+                setup = setup_of(model, asked)
+                server = stack.enter_context(started(contestant, setup, logs[contestant]))
+                warm_up(server, model)
+                servers[contestant] = server
+            except (RuntimeError, OSError) as problem:
+                add_failure(contestant, problem, logs[contestant])
         stack.enter_context(client_on(asked.client_cores))
-        for server in servers.values():
-            warm_up(server, model)
         for streams in asked.streams:  # a pair's measurements follow each other
             for (_, contestant), cells in todo.items():
                 for row in cells:
-                    if row.streams == streams:
+                    if row.streams != streams or contestant not in servers:
+                        continue
+                    try:
                         figures = once(servers[contestant], row, asked)
+                    except (RuntimeError, OSError) as problem:
+                        rows.add(
+                            msgspec.structs.replace(
+                                row, error=failure_words(problem, logs[contestant])
+                            )
+                        )
+                        del servers[contestant]
+                    else:
                         rows.add(msgspec.structs.replace(row, figures=figures))
+
+
+def failure_words(problem: Exception, log: Path) -> str:
+    """Return an error with the last line of the server's log."""
+    words = f"{type(problem).__name__}: {problem}"
+    if log.exists():
+        words += f"; the server's log ends: {end_of(log)}"
+    return words
 
 
 def measure(
@@ -316,10 +346,7 @@ def measure(
                         figures = once(server, todo[0], asked)
                         rows.add(msgspec.structs.replace(todo.pop(0), figures=figures))
         except (RuntimeError, OSError) as problem:
-            said = f"{type(problem).__name__}: {problem}"
-            if log.exists():
-                said += f"; the server's log ends: {end_of(log)}"
-            rows.add(msgspec.structs.replace(todo[0], error=said))
+            rows.add(msgspec.structs.replace(todo[0], error=failure_words(problem, log)))
 
 
 @contextlib.contextmanager

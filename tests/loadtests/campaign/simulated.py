@@ -143,9 +143,9 @@ class Simulated:
         progress = Progress(self.said)
         return run(plan, out, progress, command=["test"], dependencies=self.world)
 
-    def resume(self, folder: Path, *, confirm: bool = False) -> Path:
+    def resume(self, folder: Path, *, confirm: bool = False, trust: bool = False) -> Path:
         progress = Progress(self.said)
-        return resume(folder, progress, confirm=confirm, dependencies=self.world)
+        return resume(folder, progress, confirm=confirm, trust=trust, dependencies=self.world)
 
     @contextlib.contextmanager
     def open(self, state: CellState) -> Iterator[Bench]:

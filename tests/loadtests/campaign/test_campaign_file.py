@@ -336,9 +336,12 @@ def test_a_recipe_that_is_not_shipped_is_refused_with_those_that_are() -> None:
         ("vllm serve {model}", "vllm"),
         ("env A=1 B_2=0-3 python -m x --port {port}", "python"),
         ("env A=1", "env"),
+        ("env -C folder ./vllm serve", None),
     ],
 )
-def test_the_program_of_a_command_is_behind_its_variables(command: str, program: str) -> None:
+def test_the_program_of_a_command_is_behind_its_variables(
+    command: str, program: str | None
+) -> None:
     assert program_of(command) == program
 
 

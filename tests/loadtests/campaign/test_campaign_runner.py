@@ -128,8 +128,25 @@ def test_an_engine_that_is_not_installed_is_skipped_at_once_and_takes_no_time_of
     assert world.opened == [started.cell]
 
 
+def test_an_engine_that_has_been_installed_is_measured_by_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Simulated()
+    folder = world.run(campaign(search=f"confirm = 1{NOT_INSTALLED}"), tmp_path)
+    program = tmp_path / "no-such-program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    world.resume(folder, trust=True)
+    events = read_records(folder).events
+    (skipped,) = of_kind(events, CellSkipped)
+    started = of_kind(events, CellStarted, skipped.cell)
+    assert started and of_kind(events, Calibrated, skipped.cell)
+
+
+@pytest.mark.parametrize("starts", [1, 2])
 def test_a_cell_has_the_time_of_an_estimate_though_the_one_before_took_all_of_the_budget(
-    tmp_path: Path,
+    tmp_path: Path, starts: int
 ) -> None:
     world = Simulated()
 
@@ -138,9 +155,9 @@ def test_a_cell_has_the_time_of_an_estimate_though_the_one_before_took_all_of_th
             world.now += 600
 
     world.fate = fate
-    folder = world.run(campaign(600, models=TWO), tmp_path)
-    first, second = of_kind(read_records(folder).events, CellStarted)
-    assert (first.until_seconds, second.until_seconds) == (300, ESTIMATE_SECONDS)
+    folder = world.run(campaign(600, models=TWO, starts=starts), tmp_path)
+    first, second = of_kind(read_records(folder).events, CellStarted)[:2]
+    assert (first.until_seconds, second.until_seconds) == (300 / starts, ESTIMATE_SECONDS)
     assert of_kind(read_records(folder).events, Calibrated, "smollm2-360m-fake")
 
 

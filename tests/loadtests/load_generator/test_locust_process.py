@@ -63,7 +63,7 @@ def level(
     return records, account, log
 
 
-@pytest.mark.clock
+@pytest.mark.alone
 def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     alone: LoadGenerator, truth_server: Start
 ) -> None:
