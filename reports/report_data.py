@@ -604,7 +604,15 @@ def _last(events: Sequence[Event], kind: type[EventKind]) -> EventKind | None:
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
     """Return how far the measurement of a configuration came, and why it came no further ("" if it
     came to its end)."""
-    endings = [event for event in events if isinstance(event, CellSkipped | CellFinished)]
+    starts = [index for index, event in enumerate(events) if isinstance(event, CellStarted)]
+    last_start = starts[-1] if starts else -1
+    # A cell that was skipped may have been started again by `campaign resume`.
+    endings = [
+        event
+        for index, event in enumerate(events)
+        if isinstance(event, CellFinished)
+        or (isinstance(event, CellSkipped) and index > last_start)
+    ]
     if endings and isinstance(endings[-1], CellSkipped) and not levels:
         return "skipped", endings[-1].reason
     if not of_kind(events, CellStarted):

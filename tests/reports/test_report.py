@@ -249,6 +249,27 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     assert "SLO preset 'fast' does not exist" in command("report", folder, "--slo", "fast")[1]
 
 
+def test_a_cell_that_was_skipped_and_then_interrupted_is_told_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = """
+[[engines]]
+name = "absent"
+command = "no-such-program {port}"
+"""
+    world = Simulated()
+    folder = world.run(campaign(search=f"confirm = 1{absent}"), tmp_path)
+    (cell,) = (one for one in read_report(folder).cells if one.engine == "absent")
+    assert cell.state == "skipped" and "no-such-program" in cell.reason
+    (tmp_path / "no-such-program").write_text("#!/bin/sh\n")
+    (tmp_path / "no-such-program").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with killed_after(monkeypatch, 6):
+        world.resume(folder, trust=True)
+    (cell,) = (one for one in read_report(folder).cells if one.engine == "absent")
+    assert cell.levels and "interrupted" in cell.reason
+
+
 @pytest.mark.parametrize(
     ("name", "share"),
     [
