@@ -10,8 +10,8 @@ In a round every contestant is started once, measured at each number of streams 
 through them in alternate order. With --together N they are started at the same time, once for every
 N rounds, and each is idle while another one is measured: the two measurements of a pair are then
 seconds apart and not a minute, so that the machine's speed is nearly the same for both. They are
-also started in alternate order, because of two servers of the same code the one that was started
-second was often some percent quicker. Choose --rounds as an even multiple of N.
+also started in alternate order: of two servers of the same code, the one that was started
+second was often some percent quicker. --rounds should be an even multiple of N.
 
 Closed loop: each stream sends its next request when its last one has ended, two each (one, of
 models above 2 billion parameters; four, of one stream). Every prompt is different, so no prefix is
@@ -196,14 +196,11 @@ def main() -> None:
     for model in asked.models:
         only = None if asked.contestants else OF_THE_BIG.get(model)
         chosen = [one for one in present if only is None or one.name in only]
-        for first in range(0, asked.rounds, asked.together or 1):
-            if asked.together:
-                numbers = range(first, min(first + asked.together, asked.rounds))
-                starting = in_turn(chosen, first // asked.together)
-                measure_together(starting, chosen, model, numbers, asked, rows, facts)
-            else:
-                for contestant in in_turn(chosen, first):
-                    measure(contestant, model, first, asked, rows, facts)
+        for group, first in enumerate(range(0, asked.rounds, asked.together or 1)):
+            numbers = range(first, min(first + (asked.together or 1), asked.rounds))
+            starting = in_turn(chosen, group)
+            for running in [starting] if asked.together else [[one] for one in starting]:
+                measure(running, model, numbers, asked, rows, facts)
     like = [row for row in rows.rows if row.asked == settings(asked)]
     print(*table(like, [one.name for one in asked.named], asked.models), sep="\n")
 
@@ -254,12 +251,7 @@ def setup_of(model: str, asked: argparse.Namespace) -> Setup:
     )
 
 
-def warm_up(server: Server, model: str) -> None:
-    closed_loop(server.url, prompts(server.tokenizer_path, 2, 32, 0), [8, 8], 1, model)
-
-
-def measure_together(
-    starting: list[Contestant],
+def measure(
     contestants: list[Contestant],
     model: str,
     numbers: range,
@@ -267,36 +259,37 @@ def measure_together(
     rows: Rows,
     facts: dict[str, Any],
 ) -> None:
-    """Measure rounds with all contestants running. What fails is a row, and the others go on.
-
-    `starting`: the contestants in the order in which they are started.
-    """
+    """Start the contestants, in this order, and measure what the rounds `numbers` lack, while all
+    of them run. The first failure of a contestant is a row, and the others go on."""
     todo = {
         (number, contestant): not_measured(contestant, model, number, asked, rows, facts)
         for number in numbers
-        for contestant in in_turn(contestants, number)
+        for contestant in in_turn(contestants, number - numbers.start)
     }
-    if not any(todo.values()):
-        return
+    servers: dict[Contestant, Server] = {}
 
-    def add_failure(contestant: Contestant, problem: Exception, log: Path) -> None:
-        cells = next(cells for (_, one), cells in todo.items() if one == contestant and cells)
-        rows.add(msgspec.structs.replace(cells[0], error=failure_words(problem, log)))
+    def fail(row: Measured, contestant: Contestant, problem: Exception) -> None:
+        words = f"{type(problem).__name__}: {problem}"
+        if logs[contestant].exists():
+            words += f"; the server's log ends: {end_of(logs[contestant])}"
+        rows.add(msgspec.structs.replace(row, error=words))
+        servers.pop(contestant, None)
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossover-bench-")))
-        servers: dict[Contestant, Server] = {}
-        logs = {contestant: folder / f"{index}.log" for index, contestant in enumerate(starting)}
-        for contestant in starting:
-            if not any(cells for (_, one), cells in todo.items() if one == contestant):
+        logs = {contestant: folder / f"{index}.log" for index, contestant in enumerate(contestants)}
+        for contestant in contestants:
+            cells = [row for key, cells in todo.items() if key[1] == contestant for row in cells]
+            if not cells:
                 continue
             try:
                 setup = setup_of(model, asked)
                 server = stack.enter_context(started(contestant, setup, logs[contestant]))
-                warm_up(server, model)
+                few = prompts(server.tokenizer_path, 2, 32, 0)  # a warm-up
+                closed_loop(server.url, few, [8, 8], 1, model)
                 servers[contestant] = server
             except (RuntimeError, OSError) as problem:
-                add_failure(contestant, problem, logs[contestant])
+                fail(cells[0], contestant, problem)
         stack.enter_context(client_on(asked.client_cores))
         for streams in asked.streams:  # a pair's measurements follow each other
             for (_, contestant), cells in todo.items():
@@ -305,48 +298,9 @@ def measure_together(
                         continue
                     try:
                         figures = once(servers[contestant], row, asked)
-                    except (RuntimeError, OSError) as problem:
-                        rows.add(
-                            msgspec.structs.replace(
-                                row, error=failure_words(problem, logs[contestant])
-                            )
-                        )
-                        del servers[contestant]
-                    else:
                         rows.add(msgspec.structs.replace(row, figures=figures))
-
-
-def failure_words(problem: Exception, log: Path) -> str:
-    """Return an error with the last line of the server's log."""
-    words = f"{type(problem).__name__}: {problem}"
-    if log.exists():
-        words += f"; the server's log ends: {end_of(log)}"
-    return words
-
-
-def measure(
-    contestant: Contestant,
-    model: str,
-    number: int,
-    asked: argparse.Namespace,
-    rows: Rows,
-    facts: dict[str, Any],
-) -> None:
-    """One contestant's part of a round: what of it is not measured yet."""
-    todo = not_measured(contestant, model, number, asked, rows, facts)
-    if not todo:
-        return
-    with tempfile.TemporaryDirectory(prefix="crossover-bench-") as folder:
-        log = Path(folder, "log")
-        try:
-            with started(contestant, setup_of(model, asked), log) as server:
-                with client_on(asked.client_cores):
-                    warm_up(server, model)
-                    while todo:
-                        figures = once(server, todo[0], asked)
-                        rows.add(msgspec.structs.replace(todo.pop(0), figures=figures))
-        except (RuntimeError, OSError) as problem:
-            rows.add(msgspec.structs.replace(todo[0], error=failure_words(problem, log)))
+                    except (RuntimeError, OSError) as problem:
+                        fail(row, contestant, problem)
 
 
 @contextlib.contextmanager
