@@ -66,10 +66,11 @@ KIND_WORDS: dict[LimitKind, str] = {
     "kv_memory": "KV memory",
     "other_processes": "other processes",
 }
+INT8_ENGINE = "an engine that computes in int8 if this one does not"
 REMEDIES: dict[LimitKind, str] = {
-    "unloaded_ttft": "an engine that computes in 8 bits, a smaller model, or a GPU",
+    "unloaded_ttft": f"a smaller model, a GPU, or {INT8_ENGINE}",
     "unloaded_tpot": "a smaller model or weight format, or memory with more bandwidth",
-    "prompts": "an engine that computes in 8 bits, shorter prompts, more cores, or a GPU",
+    "prompts": f"shorter prompts, more cores, a GPU, or {INT8_ENGINE}",
     "weights": "a smaller model or weight format, or memory with more bandwidth",
     "rows": "more cores, a smaller model, or a GPU",
     "context": "shorter contexts, a KV cache in 8 bits, or memory with more bandwidth",
