@@ -1,6 +1,7 @@
 """Runs work in child processes, so that their memory is freed and a crash ends only the child.
 
-run_in_child("crossover.models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
+target = "crossover.models.weights.convert_to_onnx:make_onnx"
+run_in_child(target, progress, "model.gguf", "folder", "int8")
 result = run_python("-m", "crossover.serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in and inherits no secrets, because it may parse or

@@ -28,7 +28,7 @@ from crossover.loadtests.records.run_folder import (
     read_records,
 )
 from crossover.models import formatting
-from crossover.models.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import is_ladder_model
 from crossover.reports.errors import ReportError
 from crossover.reports.write_folder import write_folder
 from crossover.serving.capacity.slo import SLO_PRESETS

@@ -46,9 +46,9 @@ from crossover.loadtests.records.journal_events import (
 from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from crossover.models import formatting
-from crossover.models.identify_model import ModelIdentity
-from crossover.models.model_ladder import is_ladder_model, ladder_model
-from crossover.models.model_spec import ModelSpec, Routing
+from crossover.models.identity.identify_model import ModelIdentity
+from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun

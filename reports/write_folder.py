@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from crossover.models.weights_manifest import write_atomically
+from crossover.models.weights.weights_manifest import write_atomically
 from crossover.reports.errors import ReportError
 
 

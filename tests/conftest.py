@@ -32,9 +32,9 @@ def has_gpu() -> bool:
 
 # Files that import torch and transformers (6 s of CPU), and convert: one worker does them all.
 HEAVY = (
-    "tests/models/test_convert_to_",
-    "tests/models/test_resolve_model.py",
-    "tests/models/test_random_weights.py",
+    "tests/models/weights/test_convert_to_",
+    "tests/models/identity/test_resolve_model.py",
+    "tests/models/weights/test_random_weights.py",
     "tests/serving/backends/",
     "tests/serving/hardware/test_memory.py",
     "tests/end_to_end/test_serve_engines.py",
@@ -120,7 +120,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         "crossover.cli",
         "crossover.serving.cli.launch",
         "crossover.serving.cli.models_command",
-        "crossover.models.resolve_model",
+        "crossover.models.identity.resolve_model",
         "crossover.loadtests.cli.campaign_command",
     )
     yield functools.partial(forks.run, "crossover:main")
@@ -143,7 +143,7 @@ def capacities_of_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def shipped_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the tokenizer that the project ships, as the fake backend is served with."""
-    from crossover.models.resolve_model import resolve
+    from crossover.models.identity.resolve_model import resolve
 
     return str(
         Path(resolve("fake", kind="none", cache=tmp_path_factory.mktemp("cache")).tokenizer_path)

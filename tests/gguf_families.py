@@ -20,8 +20,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from crossover.models.chat_template import CHATML
-from crossover.models.gguf_shapes import (
+from crossover.models.gguf.shapes import (
     GEMMA4,
     GPT_OSS,
     QWEN3_MOE,
@@ -40,7 +39,8 @@ from crossover.models.gguf_shapes import (
     qwen_layer,
     recurrent_metadata,
 )
-from crossover.models.tokenizer import SPECIAL_TOKENS, shipped
+from crossover.models.text.chat_template import CHATML
+from crossover.models.text.tokenizer import SPECIAL_TOKENS, shipped
 
 VOCABULARY = 2048
 

@@ -17,14 +17,14 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-from crossover.models.gguf_reader import read_header
-from crossover.models.gguf_vocabulary import llama_library
-from crossover.models.gguf_writer import write_file
-from crossover.models.model_families import FAMILIES
-from crossover.models.model_spec import ModelSpec
-from crossover.models.random_weights import as_bytes, rope_factors, stored_as, write_texts
-from crossover.models.safetensors_reader import Floats, stored_rows
-from crossover.models.weight_formats import GgufTensor, gguf_tensors
+from crossover.models.gguf.reader import read_header
+from crossover.models.shape.model_families import FAMILIES
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.text.gguf_vocabulary import llama_library
+from crossover.models.weights.gguf_writer import write_file
+from crossover.models.weights.random_weights import as_bytes, rope_factors, stored_as, write_texts
+from crossover.models.weights.safetensors_reader import Floats, stored_rows
+from crossover.models.weights.weight_formats import GgufTensor, gguf_tensors
 from tests.graph_logits import Ids
 
 CONTROL = 3  # of gguf.TokenType

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crossover.models import gguf_shapes
-from crossover.models.gguf_shapes import Family, Metadata, Shapes, Sizes, attention, experts
-from crossover.models.model_spec import ModelSpec
+from crossover.models.gguf import shapes as gguf_shapes
+from crossover.models.gguf.shapes import Family, Metadata, Shapes, Sizes, attention, experts
+from crossover.models.shape.model_spec import ModelSpec
 from tests.gguf_families import FAMILIES, mamba2, nemotron_metadata, without_norm, write_file
 
 NEMOTRON_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossover.models.model_spec import ModelSpec
-from crossover.models.safetensors_reader import Floats
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.safetensors_reader import Floats
 
 CORPUS = Path(__file__).parent / "models" / "corpus.txt"
 Ids = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from crossover.models.model_families import FAMILIES
+from crossover.models.shape.model_families import FAMILIES
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan

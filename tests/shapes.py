@@ -2,7 +2,7 @@
 attention, tied and untied heads.
 """
 
-from crossover.models.model_spec import ModelSpec, RopeScaling
+from crossover.models.shape.model_spec import ModelSpec, RopeScaling
 
 TINY_LLAMA = ModelSpec(
     name="tiny-llama",

@@ -34,10 +34,15 @@ from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
 from crossover.loadtests.errors import BadCampaign, LoadError
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
 from crossover.models.errors import ModelError, UnsupportedModel, printable
-from crossover.models.identify_model import ModelIdentity, identify, short_model_id, unique_names
-from crossover.models.model_ladder import is_ladder_model, ladder_model
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weight_formats import DEFAULT_FORMATS, known_format
+from crossover.models.identity.identify_model import (
+    ModelIdentity,
+    identify,
+    short_model_id,
+    unique_names,
+)
+from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import DEFAULT_FORMATS, known_format
 from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
 from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings

@@ -36,13 +36,13 @@ from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.host.cpu_pinning import Layout, divide_cores
 from crossover.loadtests.records.journal_events import EngineChosen
 from crossover.models import formatting
-from crossover.models.identify_model import identify
+from crossover.models.identity.identify_model import identify
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.identity.resolve_model import resolve
 from crossover.models.machine_limits import cgroup_cores
-from crossover.models.model_ladder import ladder_model
-from crossover.models.model_spec import ModelSpec
-from crossover.models.resolve_model import resolve
-from crossover.models.weight_formats import weight_bytes
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import weight_bytes
+from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,

@@ -31,8 +31,8 @@ from crossover.loadtests.load_generator.http_connection import connect, fetch, g
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
-from crossover.models.identify_model import ModelIdentity, identify
-from crossover.models.resolve_model import resolve
+from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.resolve_model import resolve
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.hardware.cpu_topology import cores_text
 from crossover.serving.server_options import arguments

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
-from crossover.models.model_spec import Routing
+from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Lengths, Server, lengths_of
 from crossover.serving.capacity.step_time_model import (

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from crossover.loadtests.errors import LoadError
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weights_manifest import write_atomically
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.hardware.machine_facts import HardwareFacts

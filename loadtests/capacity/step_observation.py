@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.levels.level_columns import Level
-from crossover.models.model_spec import Routing
+from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel

@@ -30,9 +30,9 @@ from crossover.loadtests.load_generator.http_connection import (
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.errors import ModelError
-from crossover.models.identify_model import identify
-from crossover.models.model_ladder import LADDER, LLAMA_CPP_MODELS
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.identify_model import identify
+from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.shape.model_spec import ModelSpec
 
 Software = Literal["crossover", "vllm", "llama-server", "ollama", "lm-studio", "unknown"]
 ANSWER_SECONDS = 3.0  # time limit of a request

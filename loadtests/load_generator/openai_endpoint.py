@@ -232,7 +232,9 @@ def _model_of(target: Target, pool: Pool) -> str:
     name."""
     if target.model is None:
         return _first_model(target, pool)
-    from crossover.models.identify_model import name_of  # takes 0.2 s, mostly for GGUF's constants
+    from crossover.models.identity.identify_model import (
+        name_of,  # takes 0.2 s, mostly for GGUF's constants
+    )
 
     served_name = name_of(target.model)
     if served_name != target.model:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import PrefixReuse
 from crossover.serving.capacity.step_time_model import StepTimeModel

@@ -41,7 +41,7 @@ from crossover.loadtests.records.journal_events import (
 )
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import ResourceSample
-from crossover.models.weights_manifest import write_atomically
+from crossover.models.weights.weights_manifest import write_atomically
 
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"

@@ -15,7 +15,7 @@ import math
 
 import msgspec
 
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.devices.device_capacity import (
     SLOW_STEPS,
     TENSOR_PARALLEL_SIZES,

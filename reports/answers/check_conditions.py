@@ -20,7 +20,7 @@ import msgspec
 
 from crossover.models import formatting
 from crossover.models.formatting import GIB
-from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
 from crossover.reports.errors import ReportError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crossover.models import formatting
-from crossover.models.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import is_ladder_model
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of

@@ -35,9 +35,9 @@ from crossover.loadtests.load_generator.find_servers import (
 from crossover.loadtests.load_generator.load_options import parse_workload
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe
 from crossover.models.errors import ModelError
-from crossover.models.identify_model import identify, short_model_id
-from crossover.models.model_ladder import PACKAGED, packaged_file
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.identify_model import identify, short_model_id
+from crossover.models.identity.model_ladder import PACKAGED, packaged_file
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report

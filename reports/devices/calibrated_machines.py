@@ -33,8 +33,8 @@ from scipy.optimize import nnls
 
 from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
 from crossover.loadtests.errors import LoadError
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weight_formats import gguf_names, weight_bytes
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import gguf_names, weight_bytes
 from crossover.reports.devices.device_capacity import Machine
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel

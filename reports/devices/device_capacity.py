@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from crossover.models.formatting import GIB
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weight_formats import weight_bytes
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.devices.device_catalog import Device
 from crossover.reports.devices.device_step_times import default_slots, predicted_step_times
 from crossover.reports.errors import ReportError

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from crossover.models.formatting import GIB
-from crossover.models.weights_manifest import expand_home
+from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.errors import ReportError
 from crossover.serving.option_help import Positive
 

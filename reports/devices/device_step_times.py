@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.models.model_spec import ModelSpec, Routing
-from crossover.models.weight_formats import weight_bytes
+from crossover.models.shape.model_spec import ModelSpec, Routing
+from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.devices.device_catalog import Device
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel

@@ -22,10 +22,10 @@ from msgspec import Meta
 
 from crossover.loadtests.campaign.campaign_file import SloSpec, slo_of
 from crossover.models.errors import CrossoverError, UnsupportedModel
-from crossover.models.identify_model import ModelIdentity, identify
-from crossover.models.model_ladder import is_ladder_model
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weight_formats import known_format
+from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import known_format
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads

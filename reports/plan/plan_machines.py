@@ -19,8 +19,8 @@ import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.loadtests.records.journal_events import Capacity
-from crossover.models.identify_model import name_of
-from crossover.models.weights_manifest import expand_home
+from crossover.models.identity.identify_model import name_of
+from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words

@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 
 from crossover.models import formatting
-from crossover.models.weight_formats import weight_bytes
+from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT
 from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.model_answers import ModelAnswer

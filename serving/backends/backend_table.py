@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from crossover.models.errors import UnsupportedModel
-from crossover.models.model_spec import ModelSpec
-from crossover.models.weight_formats import (
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import (
     BLOCKS,
     DEFAULT_FORMATS,
     FORMATS,

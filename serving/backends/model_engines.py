@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from crossover.models.identify_model import ModelIdentity
-from crossover.models.model_ladder import PACKAGED
-from crossover.models.weight_formats import DEFAULT_FORMATS
+from crossover.models.identity.identify_model import ModelIdentity
+from crossover.models.identity.model_ladder import PACKAGED
+from crossover.models.weights.weight_formats import DEFAULT_FORMATS
 from crossover.serving.backends.backend_table import BACKENDS, format_of, missing_backends, spec_of
 
 

@@ -14,7 +14,7 @@ import typer
 from crossover.models import formatting
 from crossover.models.errors import ModelError
 from crossover.models.machine_limits import whole_cores
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_probe import BackendProbe
 from crossover.serving.backends.backend_table import (
     BACKENDS,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from crossover.models.weights_manifest import write_atomically
+from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import EngineState, ServingError
 from crossover.serving.http.http_server import is_loopback, listen, serving, url_of

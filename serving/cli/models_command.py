@@ -22,11 +22,11 @@ import typer
 
 from crossover.models import formatting
 from crossover.models.errors import ModelError
-from crossover.models.identify_model import ModelIdentity, identify
-from crossover.models.model_ladder import LADDER, LLAMA_CPP_MODELS
-from crossover.models.resolve_model import resolve
-from crossover.models.weight_formats import FORMATS, known_format, weight_bytes
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.identity.resolve_model import resolve
+from crossover.models.weights.weight_formats import FORMATS, known_format, weight_bytes
+from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import missing_backends, weights_of
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.backends.model_engines import Engine, engines_on, refusal, usual_engines

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from crossover.models.child_process import python_variables
-from crossover.models.model_ladder import is_ladder_model
-from crossover.models.weights_manifest import write_atomically
+from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.errors import EngineFailed, ServingError
 from crossover.serving.hardware.machine_facts import allowed_cores

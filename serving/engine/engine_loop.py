@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from crossover.models.answer_marks import with_marks
 from crossover.models.errors import ModelError
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.answer_marks import with_marks
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import backend_class
 from crossover.serving.engine import ipc_messages as ipc

@@ -6,7 +6,7 @@
 
 Text is passed on as it arrives, and a call once it is complete. Text that looks like a call but
 cannot be parsed as one, or was cut off, is content. The marks of a dialect
-(crossover.models.answer_marks) are removed from what they mark.
+(crossover.models.text.answer_marks) are removed from what they mark.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from crossover.models.answer_marks import Dialect, dialect_of
+from crossover.models.text.answer_marks import Dialect, dialect_of
 from crossover.serving.http.body_types import CalledFunction, ToolCall
 
-# The marks of each dialect (crossover.models.answer_marks).
+# The marks of each dialect (crossover.models.text.answer_marks).
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION_OPEN = "<function="  # inside <tool_call>, which Qwen3-Coder sometimes leaves out

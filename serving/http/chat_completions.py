@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from crossover.models.chat_template import AsWritten
 from crossover.models.errors import BadChat
+from crossover.models.text.chat_template import AsWritten
 from crossover.serving.engine.ipc_messages import TokenDetail
 from crossover.serving.http.answer_parts import Part, format_of_output
 from crossover.serving.http.api_errors import invalid_parameter

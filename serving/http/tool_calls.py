@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from crossover.models.answer_marks import dialect_of
-from crossover.models.chat_template import AsWritten, CallsForm, RendersChat
+from crossover.models.text.answer_marks import dialect_of
+from crossover.models.text.chat_template import AsWritten, CallsForm, RendersChat
 from crossover.serving.http.answer_parts import (
     CALL_CLOSE,
     CALL_OPEN,

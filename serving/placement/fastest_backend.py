@@ -33,12 +33,12 @@ import numpy as np
 from crossover.models.child_process import run_python
 from crossover.models.errors import CrossoverError
 from crossover.models.formatting import count, duration, of_requests, rate, share, significant
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.identity.resolve_model import resolve
 from crossover.models.machine_limits import read_text
-from crossover.models.model_ladder import ladder_model
-from crossover.models.model_spec import ModelSpec
-from crossover.models.resolve_model import resolve
-from crossover.models.weight_formats import weight_bytes
-from crossover.models.weights_manifest import Progress, cache_dir, write_atomically
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.weight_formats import weight_bytes
+from crossover.models.weights.weights_manifest import Progress, cache_dir, write_atomically
 from crossover.serving.backends.backend_interface import Backend, EngineConfig
 from crossover.serving.backends.backend_table import (
     BACKENDS,

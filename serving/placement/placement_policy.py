@@ -31,8 +31,8 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.models.formatting import size
-from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
-from crossover.models.weight_formats import weight_bytes as format_bytes
+from crossover.models.shape.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from crossover.models.weights.weight_formats import weight_bytes as format_bytes
 from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from crossover.serving.capacity.scheduler_settings import (

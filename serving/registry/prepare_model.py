@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from crossover.models.errors import ModelError
-from crossover.models.gguf_shapes import SHAPES
-from crossover.models.identify_model import ModelIdentity, find_local, identify
+from crossover.models.gguf.shapes import SHAPES
+from crossover.models.identity.identify_model import ModelIdentity, find_local, identify
+from crossover.models.identity.model_ladder import is_ladder_model, ladder_model, llama_cpp_model
+from crossover.models.identity.resolve_model import ResolvedModel, resolve
 from crossover.models.machine_limits import cgroup_cores
-from crossover.models.model_ladder import is_ladder_model, ladder_model, llama_cpp_model
-from crossover.models.resolve_model import ResolvedModel, resolve
-from crossover.models.tokenizer import try_tokenizer
-from crossover.models.weights_manifest import Progress, read_manifest
+from crossover.models.text.tokenizer import try_tokenizer
+from crossover.models.weights.weights_manifest import Progress, read_manifest
 from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
 from crossover.serving.backends.backend_table import (
     BACKENDS,

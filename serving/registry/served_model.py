@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from crossover.models.errors import BadChat
-from crossover.models.tokenizer import Tokenizer, load_tokenizer
+from crossover.models.text.tokenizer import Tokenizer, load_tokenizer
 from crossover.serving.errors import ContextOverflow, EngineState, TokenOutOfRange
 from crossover.serving.hardware.machine_facts import resident_bytes
 from crossover.serving.metrics import Metrics

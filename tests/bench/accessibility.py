@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.weights.weights_manifest import cache_dir
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.render.html_page import page
 from crossover.reports.report_data import read_report

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.models.resolve_model import resolve
+from crossover.models.identity.resolve_model import resolve
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import backend_class, spec_of
 from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes

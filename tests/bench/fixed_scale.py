@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from crossover.models.convert_to_onnx import GraphWriter, make_onnx
-from crossover.models.model_ladder import ladder_model
-from crossover.models.random_weights import write_hf_folder
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.weights.convert_to_onnx import GraphWriter, make_onnx
+from crossover.models.weights.random_weights import write_hf_folder
 from tests.bench.paired import machine, machine_line, parser_of
 from tests.graph_logits import divergence, graph_logits
 from tests.serving.backends.hf_folders import logprobs_of

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from crossover.models.identify_model import identify
-from crossover.models.resolve_model import resolve
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.identity.identify_model import identify
+from crossover.models.identity.resolve_model import resolve
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line, parser_of

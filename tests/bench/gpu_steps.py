@@ -114,8 +114,8 @@ class Child:
         self.torch = torch
         used = self.used_bytes()  # makes CUDA's context
         say(import_and_cuda_s=round(time.perf_counter() - started, 2))
-        from crossover.models.hf_config import read_spec
-        from crossover.models.resolve_model import resolve
+        from crossover.models.identity.resolve_model import resolve
+        from crossover.models.shape.hf_config import read_spec
         from crossover.serving.backends.backend_interface import EngineConfig
         from crossover.serving.backends.torch import memory_overhead
         from crossover.serving.backends.torch.backend import TorchBackend

@@ -23,8 +23,8 @@ import numpy as np
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.models.model_ladder import LLAMA_CPP_MODELS
-from crossover.models.model_spec import ModelSpec, Routing
+from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS
+from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel

@@ -35,8 +35,8 @@ from typing import NamedTuple
 import numpy as np
 import uvicorn
 
-from crossover.models.resolve_model import resolve
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.identity.resolve_model import resolve
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.hardware.cpu_topology import parse_cores
 from crossover.serving.http.http_server import server_options
 from crossover.serving.supervisor.engine_supervisor import Supervisor

@@ -24,8 +24,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from crossover.models.model_ladder import ladder_model
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.shape.model_spec import ModelSpec
 from tests.bench.engine_child import EngineChild, config_of
 from tests.bench.paired import machine, machine_line, parser_of
 

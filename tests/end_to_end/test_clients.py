@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from crossover.models.random_weights import write_gguf
-from crossover.models.tokenizer import write_shipped
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.text.tokenizer import write_shipped
+from crossover.models.weights.random_weights import write_gguf
+from crossover.models.weights.weights_manifest import cache_dir
 from tests.serving.cli.test_serve import server
 from tests.serving.fakes import ask
 from tests.shapes import TINY_LLAMA

@@ -21,11 +21,11 @@ import pytest
 from typer.testing import CliRunner
 
 from crossover import cli
-from crossover.models.hf_config import read_spec
+from crossover.models.identity.model_ladder import packaged_file
+from crossover.models.identity.resolve_model import resolve
 from crossover.models.machine_limits import int8_bits
-from crossover.models.model_ladder import packaged_file
-from crossover.models.resolve_model import resolve
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.shape.hf_config import read_spec
+from crossover.models.text.tokenizer import load_tokenizer
 from tests.gguf_files import folder_of
 from tests.graph_logits import divergence, graph_logits, prose
 from tests.serving.backends.hf_folders import logprobs_of

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from crossover.loadtests.campaign.server_launch import info_of
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from tests.gguf_files import gguf_of
 from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
 from tests.shapes import TINY

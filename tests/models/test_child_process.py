@@ -13,7 +13,7 @@ from crossover.models.child_process import run_in_child, run_python
 from crossover.models.errors import BrokenWeights, ModelError
 from tests.tools.forks import ROOT
 
-WORK = "tests.models.isolated_work"
+WORK = "tests.models.weights.isolated_work"
 # Modules that our processes import: none may come from the folder that they run in.
 OURS = (
     "crossover",

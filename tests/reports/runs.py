@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 import msgspec
 
 from crossover.loadtests.campaign.resume_state import CellState
-from crossover.models.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.render.html_page import page
 from crossover.reports.report_data import ReportData, read_report

@@ -10,8 +10,8 @@ import pytest
 from crossover.loadtests.campaign.campaign_file import Plan
 from crossover.loadtests.records.journal_events import Calibrated, of_kind
 from crossover.loadtests.records.run_folder import read_records
-from crossover.models.model_ladder import LLAMA_CPP_MODELS
-from crossover.models.model_spec import Routing
+from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS
+from crossover.models.shape.model_spec import Routing
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.render.html_page import page
 from crossover.reports.report_data import CellData, read_report

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import Delta
 from crossover.serving.supervisor.engine_supervisor import Supervisor

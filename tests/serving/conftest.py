@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from crossover.models.tokenizer import shipped
+from crossover.models.text.tokenizer import shipped
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from tests.serving.children import VOCABULARY

@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from crossover.models.chat_template import CHATML, RendersChat
+from crossover.models.text.chat_template import CHATML, RendersChat
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.engine.ipc_messages import (

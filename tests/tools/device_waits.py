@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from crossover.models.model_ladder import ladder_model
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.torch.backend import WARM_UP_SAMPLINGS, TorchBackend
 from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
 from crossover.serving.backends.torch.forward_pass import SlotModel

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from crossover.models.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts

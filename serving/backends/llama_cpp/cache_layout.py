@@ -6,7 +6,7 @@ the whole context or, if the context is much longer than the window, little more
 
 from __future__ import annotations
 
-from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from crossover.models.shape.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from crossover.serving.capacity.choose_slot import max_checkpoints
 
 KV_BLOCK = 256  # llama.cpp rounds the lengths of KV caches up to multiples of this many tokens

@@ -22,7 +22,7 @@ import msgspec
 
 from crossover.models.child_process import run_python
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
 from crossover.serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
 from crossover.serving.backends.llama_cpp.library import LOG

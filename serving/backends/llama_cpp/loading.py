@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
-from crossover.models.weights_manifest import Progress
+from crossover.models.weights.weights_manifest import Progress
 from crossover.serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
 from crossover.serving.backends.llama_cpp.cache_layout import (
     PASS_TOKENS,

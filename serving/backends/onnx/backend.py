@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from crossover.models.errors import BrokenWeights
-from crossover.models.weights_manifest import Progress, read_manifest
+from crossover.models.weights.weights_manifest import Progress, read_manifest
 from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,

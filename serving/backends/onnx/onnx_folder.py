@@ -3,7 +3,7 @@
 The backend runs two kinds of graph:
 
 - grouped (fixed_kv_cache.py): attention is the operator GroupQueryAttention, which appends to a KV
-  buffer in place. crossover.models.convert_to_onnx writes these graphs.
+  buffer in place. crossover.models.weights.convert_to_onnx writes these graphs.
 - growing (growing_kv_cache.py): the graph takes past_key_values and returns the longer present.*.
   optimum writes these graphs, and most repositories of the hub have them.
 

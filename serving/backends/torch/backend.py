@@ -1,7 +1,7 @@
 """The torch backend: safetensors on CUDA, on ROCm (which torch calls cuda), and on the CPU.
 
 The CPU is for tests and as a reference. The backend has its own forward pass (forward_pass.py) for
-the architectures of models/hf_config.py, over a KV cache with a fixed part for each slot. Prompt
+the architectures of hf_config.py, over a KV cache with a fixed part for each slot. Prompt
 pieces and decode rows of a step share one pass over the weights. On a GPU, attention uses torch's
 flash kernels (varlen_attention.py), steps and draws are CUDA graphs (cuda_graphs.py), and tokens
 are drawn on the device (gpu_sampler.py).
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossover.models.hf_config import read_spec
-from crossover.models.weights_manifest import Progress
+from crossover.models.shape.hf_config import read_spec
+from crossover.models.weights.weights_manifest import Progress
 from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,

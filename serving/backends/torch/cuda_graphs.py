@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossover.models.weights_manifest import Progress
+from crossover.models.weights.weights_manifest import Progress
 from crossover.serving.backends.torch.forward_pass import (
     PassLogits,
     PassShape,

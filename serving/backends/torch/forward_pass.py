@@ -1,4 +1,4 @@
-"""The forward pass of crossover.models.model_families, over a KV cache of fixed slots.
+"""The forward pass of crossover.models.shape.model_families, over a KV cache of fixed slots.
 
 A step is one pass over the weights. The tokens of all decode rows and prompt pieces are laid end to
 end, and only attention (varlen_attention.py) treats them as separate sequences. What the pass
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
 from crossover.serving.backends.torch.varlen_attention import (
     Block,

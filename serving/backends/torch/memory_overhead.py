@@ -6,7 +6,7 @@ adds by rounding.
 
 from __future__ import annotations
 
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
 MIB = 1 << 20

@@ -17,9 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
-from crossover.models.model_spec import ModelSpec
-from crossover.models.safetensors_reader import EMBEDDING, FORMATS, HEAD, StoredTensor, read_tensors
-from crossover.models.weights_manifest import Progress
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.safetensors_reader import (
+    EMBEDDING,
+    FORMATS,
+    HEAD,
+    StoredTensor,
+    read_tensors,
+)
+from crossover.models.weights.weights_manifest import Progress
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

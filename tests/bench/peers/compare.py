@@ -44,8 +44,8 @@ import msgspec
 import psutil
 
 from crossover.loadtests.host.die_with_parent import raise_priority
-from crossover.models.model_ladder import is_ladder_model, ladder_model
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.text.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
 from tests.bench.paired import machine, machine_line, parser_of, ratios
 from tests.bench.peers.servers import Contestant, Server, Setup, end_of, missing, parsed, started

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import psutil
 
-from crossover.models.resolve_model import resolve
-from crossover.models.weights_manifest import cache_dir
+from crossover.models.identity.resolve_model import resolve
+from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import BACKENDS, spec_of
 
 HERE = Path(__file__).parent

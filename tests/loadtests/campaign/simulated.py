@@ -33,7 +33,7 @@ from crossover.loadtests.records.journal_events import CellReady, Event, LevelFi
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess
 from crossover.loadtests.records.run_folder import RunFolder
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts

@@ -17,7 +17,7 @@ from crossover.loadtests.capacity.calibration_bursts import Burst
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.models.model_spec import Routing
+from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.conversations import Session, sent_turns

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from crossover.loadtests.capacity.machine_file import Hardware, MachineFile, ModelSteps
-from crossover.models.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepTimeModel
 

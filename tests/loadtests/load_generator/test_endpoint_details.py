@@ -16,7 +16,7 @@ from crossover.loadtests.load_generator.find_servers import (
     ports_that_need_a_key,
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
-from crossover.models.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from tests.loadtests.load_generator.scripted_endpoint import Asked, Handler, answered, scripted
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from crossover.loadtests.capacity.machine_file import write_machine_file
-from crossover.models.model_ladder import LLAMA_CPP_MODELS, ladder_model
-from crossover.models.model_spec import ModelSpec, Routing
+from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.calibrated_machines import (
     BIGGER_HALF_WIDTH,
     FORMAT_HALF_WIDTH,

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from crossover.models.model_ladder import ladder_model, llama_cpp_model
-from crossover.models.weight_formats import weight_bytes
+from crossover.models.identity.model_ladder import ladder_model, llama_cpp_model
+from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.devices.device_capacity import (
     Machine,
     Service,

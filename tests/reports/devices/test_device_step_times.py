@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.models.model_ladder import LLAMA_CPP_MODELS, ladder_model
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.devices.device_catalog import Device, device_named
 from crossover.reports.devices.device_step_times import constants_of, predicted_step_times
 from crossover.reports.errors import ReportError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossover.models.model_spec import ModelSpec
-from crossover.models.random_weights import write_gguf
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_table import backend_class
 from tests.serving.backends.backend_steps import Make
 from tests.shapes import TINY_LLAMA

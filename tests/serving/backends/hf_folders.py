@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from crossover.models.convert_to_onnx import make_onnx
-from crossover.models.random_weights import write_hf_folder
-from crossover.models.tokenizer import write_shipped
+from crossover.models.text.tokenizer import write_shipped
+from crossover.models.weights.convert_to_onnx import make_onnx
+from crossover.models.weights.random_weights import write_hf_folder
 from tests.serving.backends.backend_steps import Reference
 from tests.shapes import TINY
 
@@ -74,10 +74,10 @@ def _write_gpt2(folder: Path) -> None:
 
 
 def children_here(
-    monkeypatch: pytest.MonkeyPatch, module: str = "crossover.models.resolve_model"
+    monkeypatch: pytest.MonkeyPatch, module: str = "crossover.models.identity.resolve_model"
 ) -> None:
     """What crossover.models.child_process.run_in_child does, in this process, for tests about what
-    it makes; tests/models/test_convert_to_onnx.py converts in a new interpreter.
+    it makes; tests/models/weights/test_convert_to_onnx.py converts in a new interpreter.
     """
 
     def run(function: str, progress: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,9 +95,9 @@ def onnx_folder(name: str) -> Path:
     out = _root() / "onnx" / name
     if "growing" in name:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("crossover.models.convert_to_onnx.FAMILIES", ())
+            patch.setattr("crossover.models.weights.convert_to_onnx.FAMILIES", ())
             patch.setenv("HF_HUB_OFFLINE", "1")
-            children_here(patch, "crossover.models.export_with_optimum")
+            children_here(patch, "crossover.models.weights.export_with_optimum")
             return make_onnx(hf_folder(shape), out, weight_format)
     return make_onnx(hf_folder(shape), out, weight_format, spec=TINY[shape])
 

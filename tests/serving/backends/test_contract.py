@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crossover.models.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.backend_table import BACKENDS, missing_backends
 from tests.serving.backends.backend_contract import (
     check_contract,

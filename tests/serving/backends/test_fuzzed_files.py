@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from crossover.models.errors import BrokenWeights
-from crossover.models.gguf_reader import read_header
-from crossover.models.random_weights import write_gguf
-from crossover.models.tokenizer import try_tokenizer
-from crossover.models.weights_manifest import manifest_path
+from crossover.models.gguf.reader import read_header
+from crossover.models.text.tokenizer import try_tokenizer
+from crossover.models.weights.random_weights import write_gguf
+from crossover.models.weights.weights_manifest import manifest_path
 from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder
 from tests.serving.fakes import ask, complete, wait_until

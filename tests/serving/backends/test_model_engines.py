@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from crossover.models.identify_model import Kind, ModelIdentity, identify
+from crossover.models.identity.identify_model import Kind, ModelIdentity, identify
 from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
 from tests.shapes import TINY_LLAMA
 

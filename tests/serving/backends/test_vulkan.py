@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from crossover.models.random_weights import write_gguf
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
+from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_table import probe_backend
 from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
 from crossover.serving.hardware.gpus import VULKAN, GpuFacts

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.models.model_spec import Routing
+from crossover.models.shape.model_spec import Routing
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import calibrate
-from crossover.models.model_spec import Routing
+from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.batching_simulator import Array, Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import SEED, Server

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from crossover.models.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
 from crossover.serving.errors import ServingError
 from crossover.serving.option_help import parse_bytes
 from tests.gguf_families import Sizes, write_family

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.engine.ipc_messages import (
     CONFIG_VARIABLE,
     SOCKET_VARIABLE,

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossover.models.convert_to_onnx import make_onnx
-from crossover.models.model_spec import ModelSpec
-from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.convert_to_onnx import make_onnx
+from crossover.models.weights.random_weights import write_gguf, write_hf_folder
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement.placement_policy import PlacementRequest, predict

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from crossover.models.answer_marks import dialect_of, with_marks
+from crossover.models.text.answer_marks import dialect_of, with_marks
 from crossover.serving.http.answer_parts import OutputParser, format_of_output
 from crossover.serving.http.tool_calls import call_format_of
 

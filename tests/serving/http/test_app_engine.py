@@ -19,7 +19,7 @@ import msgspec
 import openai
 import pytest
 
-from crossover.models.tokenizer import Tokenizer, load_tokenizer, write_shipped
+from crossover.models.text.tokenizer import Tokenizer, load_tokenizer, write_shipped
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.supervisor.admission import QueueBounds

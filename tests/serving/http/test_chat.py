@@ -13,8 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from crossover.models.chat_template import CHATML
-from crossover.models.random_weights import write_gguf
+from crossover.models.text.chat_template import CHATML
+from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.http.answer_parts import OutputFormat, OutputParser, Part

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from crossover.models.chat_template import CHATML
+from crossover.models.text.chat_template import CHATML
 from crossover.serving.http.answer_parts import OutputFormat, OutputParser
 from crossover.serving.http.api_errors import ApiError
 from crossover.serving.http.body_types import CHAT as BODY
 from crossover.serving.http.body_types import decode
 from crossover.serving.http.chat_completions import render_prompt
 from crossover.serving.registry.served_model import ServedModel
-from tests.models.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
-from tests.models.test_chat_forms import PARTS as PARTS_ONLY
+from tests.models.text.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
+from tests.models.text.test_chat_forms import PARTS as PARTS_ONLY
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat
 from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.tokenizer import load_tokenizer, shipped, write_shipped
+from crossover.models.text.tokenizer import load_tokenizer, shipped, write_shipped
 from crossover.serving.cli.launch import tokens_out_of_range_text
 from crossover.serving.engine.ipc_messages import FinishReason, GenerationRequest, Submit
 from crossover.serving.sampling.step_inputs import Sampling

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.model_ladder import LLAMA_CPP_MODELS, ladder_model
-from crossover.models.random_weights import write_gguf
+from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from crossover.serving.capacity.slo import SLO_PRESETS

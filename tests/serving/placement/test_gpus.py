@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from crossover.models.errors import BrokenWeights
-from crossover.models.model_ladder import ladder_model
-from crossover.models.resolve_model import ResolvedModel
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.identity.resolve_model import ResolvedModel
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import BACKENDS, BackendSpec
 from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from crossover.models import formatting
-from crossover.models.model_ladder import ladder_model
-from crossover.models.model_spec import ModelSpec
+from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts

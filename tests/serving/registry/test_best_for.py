@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement.fastest_backend import (

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from crossover.models.tokenizer import load_tokenizer, write_shipped
+from crossover.models.text.tokenizer import load_tokenizer, write_shipped
 from crossover.serving.errors import Unsupported
 from crossover.serving.sampling.batch_sampler import sample
 from crossover.serving.sampling.grammar import Grammars, Matcher

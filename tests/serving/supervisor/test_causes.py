@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.placement.placement_policy import explain

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from importlib import resources
 
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.workload.exact_prompts import WORDS, PromptMaker
 from crossover.serving.workload.request_lengths import RequestSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossover.models.errors import UnsupportedModel
-from crossover.models.gguf_reader import read_header
+from crossover.models.gguf.reader import read_header
 from crossover.serving.backends.llama_cpp.cache_layout import kv_bytes
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.capacity.scheduler_settings import RequestedSettings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from crossover.models.tokenizer import load_tokenizer
+from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
 from crossover.serving.engine.scheduler import Scheduler

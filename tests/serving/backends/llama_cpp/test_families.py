@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crossover.models.gguf_reader import read_header
+from crossover.models.gguf.reader import read_header
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend

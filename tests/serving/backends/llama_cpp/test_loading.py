@@ -94,7 +94,7 @@ def test_progress_and_an_exception_in_it(make: Make) -> None:
 
 def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
     code = (
-        "from crossover.models.gguf_vocabulary import llama_library\n"
+        "from crossover.models.text.gguf_vocabulary import llama_library\n"
         "from crossover.serving.backends.llama_cpp.library import LOG, library\n"
         "llama = library()\n"
         "llama_library().llama_model_load_from_file(b'/no/x.gguf', "

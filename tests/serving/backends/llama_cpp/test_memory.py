@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossover.models.gguf_reader import read_header
-from crossover.models.model_ladder import ladder_model, llama_cpp_model
-from crossover.models.model_spec import ModelSpec
+from crossover.models.gguf.reader import read_header
+from crossover.models.identity.model_ladder import ladder_model, llama_cpp_model
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import torch
 
-from crossover.models.random_weights import write_hf_folder
-from crossover.models.resolve_model import resolve
+from crossover.models.identity.resolve_model import resolve
+from crossover.models.weights.random_weights import write_hf_folder
 from crossover.serving.errors import OutOfMemory
 from tests.serving.backends.backend_contract import (
     check_contract,

@@ -1,0 +1,199 @@
+"""Reads a Hugging Face config.json, of transformers 4 or 5, into a ModelSpec.
+
+    spec = read_spec("SmolLM2-135M")  # UnsupportedModel names the key that is not supported
+
+transformers 5 writes `rope_parameters`, 4.x wrote `rope_theta` and `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.models.shape.model_families import FAMILIES
+from crossover.models.shape.model_spec import ModelSpec, RopeScaling, whole_number
+
+# The files of a model folder besides its weights.
+TEXTS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+# Keys of config.json that only mixtures of experts have, and starts of keys that only models with
+# recurrent layers have.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_RECURRENT = ("mamba_", "ssm_", "linear_num_", "conv_L_cache")
+_GGUF = "its GGUF file, which llama_cpp serves (of the hub: org/name:file.gguf)"
+# Keys whose other values change what the model computes, with the only supported value. A key that
+# is missing or null has that value too.
+_SUPPORTED_VALUES: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_out_bias": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return the contents of config.json. Raises UnknownModel if there is none, BrokenWeights if it
+    is not a JSON object."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise UnknownModel(
+            f"{Path(folder).name} is not a Hugging Face model folder: it has no config.json"
+        )
+    try:
+        text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except ValueError as problem:
+        raise BrokenWeights(
+            f"The config.json of {Path(folder).name} is not a JSON object: {problem}"
+        ) from problem
+
+
+def read_spec(folder: str | Path, name: str | None = None) -> ModelSpec:
+    """Return the folder's shape. Raises UnsupportedModel with key and value."""
+    return spec_of(read_config(folder), name or Path(folder).name)
+
+
+def v4_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the RoPE keys of transformers 4, which would compute other rotations
+    from those of transformers 5.
+
+    Keys that name code of the hub are left out, since transformers would fetch and run it
+    (CVE-2026-4372).
+    """
+    out = {key: value for key, value in config.items() if key[:1] != "_"}
+    out.pop("attn_implementation", None)
+    rope = out.pop("rope_parameters", None)
+    if rope:
+        is_plain = rope.get("rope_type", "default") == "default"
+        out["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
+        out["rope_scaling"] = None if is_plain else rope
+    return out
+
+
+def check_dense(config: dict[str, Any], name: str) -> None:
+    """Raise UnsupportedModel for a model that neither onnx nor torch serves. The message says what
+    serves it."""
+    kind = _unsupported_kind(config)
+    if kind:
+        family = config.get("model_type")
+        instead = "" if "encoder" in kind else f" Use {_GGUF}."
+        raise UnsupportedModel(
+            f"{name} is {kind} (model_type {family!r}), but onnx and torch serve only dense models "
+            f"that generate text.{instead}"
+        )
+
+
+def _unsupported_kind(config: dict[str, Any]) -> str:
+    """Return the kind of model that is not a dense text model, as a phrase; "": it is one."""
+    text_config = config.get("text_config")
+    is_multimodal = isinstance(text_config, dict)
+    text = text_config if isinstance(text_config, dict) else config
+    if any(isinstance(text.get(key), int) and text[key] > 1 for key in _EXPERT_COUNTS):
+        return "a mixture of experts"
+    has_linear_attention = "linear_attention" in (text.get("layer_types") or ())
+    if has_linear_attention or any(key.startswith(_RECURRENT) for key in text):
+        return "a model with recurrent layers"
+    if is_multimodal:
+        return "a multimodal model"
+    if text.get("is_encoder_decoder"):
+        return "an encoder-decoder model"
+    if _is_encoder(text.get("architectures")):
+        return "an encoder, which generates no text"
+    return ""
+
+
+def _is_encoder(architectures: Any) -> bool:
+    """Return whether `architectures`, names of classes of transformers, has names but none of a
+    class that generates text."""
+    class_names = [str(class_name) for class_name in architectures or ()]
+    generating = [name for name in class_names if "CausalLM" in name or "LMHeadModel" in name]
+    return bool(class_names) and not generating
+
+
+def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
+    """Return the shape in a config.json of either major version. Raises UnsupportedModel."""
+    family_name = config.get("model_type")
+    check_dense(config, name)
+    if family_name not in FAMILIES:
+        raise UnsupportedModel(
+            f"{name} has model_type {family_name!r}, but torch supports only "
+            f"{', '.join(FAMILIES)}. Use onnx, which exports other dense models, or {_GGUF}."
+        )
+    family = FAMILIES[family_name]
+    config = {**family.config_defaults, **config}
+    for key, value in _SUPPORTED_VALUES.items():
+        if config.get(key) not in (None, value, *family.known_values.get(key, ())):
+            raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not supported")
+
+    def count(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        maximum = 10_000 if key == "num_hidden_layers" else 1 << 31
+        return whole_number(default if value is None else value, name, key, maximum)
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    kv_heads = count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"{name} has num_attention_heads {heads}, which is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+    context = count("max_position_embeddings")
+    theta, scaling = _rope(config, name)
+    is_windowed = family.is_windowed or config.get("use_sliding_window")
+    if is_windowed or "sliding_attention" in (config.get("layer_types") or ()):
+        # Up to the window's length, attention with a window is the same as without.
+        context = min(context, count("sliding_window", context))
+    return ModelSpec(
+        name=name,
+        family=family_name,
+        layers=count("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=count("head_dim", hidden // heads),
+        intermediate=count("intermediate_size"),
+        vocabulary=count("vocab_size"),
+        context=context,
+        tied=bool(config.get("tie_word_embeddings")),
+        rope_theta=theta,
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        qkv_bias=family.has_qkv_bias,
+        qk_norm=family.has_qk_norm,
+        rope_scaling=scaling,
+    )
+
+
+def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    """Return RoPE's base theta, and Llama 3's scaling or None. Raises UnsupportedModel."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    differs_by_layer = any(isinstance(value, dict) for value in rope.values())
+    is_partial = (rope.get("partial_rotary_factor") or 1.0) != 1.0
+    if kind not in ("default", "llama3") or differs_by_layer or is_partial:
+        raise UnsupportedModel(f"{name} has RoPE of type {rope}; supported: default and llama3")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    try:
+        base = 10_000.0 if theta is None else float(theta)
+        if kind == "default":
+            return base, None
+        return base, RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_context=int(float(rope["original_max_position_embeddings"])),
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        text = f"{name} has an incomplete RoPE in config.json: {problem}"
+        raise UnsupportedModel(text) from problem

@@ -1,0 +1,1 @@
+"""Weights: formats, reading, random ones of a shape, and conversion."""

@@ -1,0 +1,61 @@
+"""docs/adding-a-model-family.md, followed to the letter: one record and one shape."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossover.models.errors import UnsupportedModel
+from crossover.models.shape.hf_config import read_config, read_spec, spec_of
+from crossover.models.shape.model_families import FAMILIES, ModelFamily
+from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.weights.convert_to_onnx import make_onnx
+from crossover.models.weights.random_weights import write_hf_folder
+from crossover.models.weights.weight_formats import gguf_tensors
+from tests.graph_logits import divergence, graph_logits
+from tests.serving.backends.hf_folders import logprobs_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model-family.md"
+IDS = np.random.default_rng(20).integers(3, 600, (1, 12))
+
+
+@pytest.fixture
+def shape(monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
+    """The shape of the page's second block, with the record of its first among the families."""
+    record, shape = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    names: dict[str, Any] = {"ModelFamily": ModelFamily, "ModelSpec": ModelSpec}
+    for name, family in eval(f"{{{record}}}", names).items():
+        assert name not in FAMILIES
+        monkeypatch.setitem(FAMILIES, name, family)
+    exec(shape, names)
+    (spec,) = [value for value in names.values() if isinstance(value, ModelSpec)]
+    return spec
+
+
+def test_a_record_and_a_shape_give_the_logits_of_transformers(
+    shape: ModelSpec, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    write_hf_folder(shape, source, dtype="fp32")
+    assert read_spec(source, shape.name) == shape
+    graph = make_onnx(source, tmp_path / "onnx", "fp32") / "model.onnx"
+    reference = np.stack([logprobs_of(source, [int(one) for one in row]) for row in IDS])
+    assert divergence(reference, graph_logits(graph, IDS, shape)) <= 1e-9
+    names = {tensor.name for tensor in gguf_tensors(shape, "Q8_0")}
+    assert {"blk.0.attn_q.bias", "blk.1.post_attention_norm.weight"} <= names
+
+
+def test_values_that_the_record_knows_are_accepted_of_this_family_alone(
+    shape: ModelSpec, tmp_path: Path
+) -> None:
+    write_hf_folder(shape, tmp_path / "source", dtype="fp32")
+    config = read_config(tmp_path / "source") | {"attention_bias": True}
+    assert spec_of(config, shape.name) == shape
+    with pytest.raises(UnsupportedModel, match="attention_bias"):
+        spec_of(config | {"model_type": "llama"}, "m")
+    with pytest.raises(UnsupportedModel, match="attention_out_bias"):
+        spec_of(config | {"attention_out_bias": True}, "m")
