@@ -59,7 +59,9 @@ def choose_slot(
     if reused < MIN_REUSED_TOKENS:
         oldest = _oldest(free, held_tokens, idle_since)
         return SlotChoice(oldest, 0, oldest)
-    return SlotChoice(_target(source, reused, held_tokens, free, idle_since), reused, source)
+    return SlotChoice(
+        _target(source, reused, common, held_tokens, free, idle_since), reused, source
+    )
 
 
 def choose_checkpointed_slot(
@@ -87,7 +89,7 @@ def choose_checkpointed_slot(
     if is_restored:
         reused = checkpoint_tokens
         source = _longest(common, free)
-        target = _target(source, reused, held_tokens, free, idle_since)
+        target = _target(source, reused, common, held_tokens, free, idle_since)
     elif reused < MIN_REUSED_TOKENS:
         reused = 0
         source = target = _oldest(free, held_tokens, idle_since)
@@ -111,18 +113,25 @@ def _longest(common: Sequence[int], free: Sequence[int]) -> int:
 def _target(
     source: int,
     reused: int,
+    common: Sequence[int],
     held_tokens: Sequence[int],
     free: Sequence[int],
     idle_since: Sequence[float],
 ) -> int:
     """Return the free slot for a prompt that reuses tokens of slot `source`: that one, unless it is
-    in use or would lose more than half of what it holds."""
+    in use, or what it holds behind those tokens is probably another conversation's history."""
     if source not in free:
         return _oldest(free, held_tokens, idle_since)
-    loses_little = reused * 2 >= held_tokens[source]
-    if loses_little or len(free) == 1:
+    others = [slot for slot in free if slot != source]
+    lost = held_tokens[source] - reused
+    if not others or lost < MIN_REUSED_TOKENS:
         return source
-    return _oldest([slot for slot in free if slot != source], held_tokens, idle_since)
+    # A prefix that a second slot begins with is shared, such as a system prompt.
+    is_shared = sum(tokens >= reused for tokens in common) > 1
+    has_empty_slot = any(not held_tokens[slot] for slot in others)
+    if is_shared or has_empty_slot or lost > reused:
+        return _oldest(others, held_tokens, idle_since)
+    return source
 
 
 def _oldest(free: Sequence[int], held_tokens: Sequence[int], idle_since: Sequence[float]) -> int:

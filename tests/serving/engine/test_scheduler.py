@@ -250,6 +250,45 @@ def test_a_conversation_does_not_fill_its_history_again() -> None:
     assert text_of(deltas) == expected_text(second, 5)
 
 
+def computed_tokens_by_turn(
+    users: int, slots: int, turns: int, retokenized: frozenset[int] = frozenset()
+) -> list[list[int]]:
+    """Prompt tokens that each user's turns computed, of users who take turns after one system
+    prompt of 120 tokens. What the model answered to `retokenized` users comes back changed."""
+    rng = random.Random(7)
+    system = prompt_of(rng, 120)
+    histories = [system + prompt_of(rng, 20) for _ in range(users)]
+    scheduler, _ = make(slots=slots, context_tokens=1024)
+    computed = []
+    for turn in range(turns):
+        computed.append([])
+        for user, history in enumerate(histories):
+            number = turn * users + user
+            scheduler.add(request(number, history, 16))
+            deltas = run(scheduler)[number]
+            cached = next(each.cached_tokens for each in deltas if each.cached_tokens is not None)
+            computed[-1].append(len(history) - cached)
+            answer = continuation(history, 16, VOCABULARY)
+            if user in retokenized:
+                answer = [token - 1 if token > 3 else token + 1 for token in answer]
+            histories[user] = history + answer + prompt_of(rng, 10)
+    return computed
+
+
+def test_users_of_one_long_system_prompt_keep_their_histories_beside_empty_slots() -> None:
+    computed = computed_tokens_by_turn(users=3, slots=16, turns=4)
+    assert computed[0][1:] == [20, 20], "the system prompt is computed once"
+    for turn in computed[1:]:
+        # the new question, and the last token of the answer, whose KV was never computed
+        assert turn == [11, 11, 11]
+
+
+def test_a_history_that_never_comes_back_as_generated_pushes_no_other_out() -> None:
+    computed = computed_tokens_by_turn(users=6, slots=8, turns=8, retokenized=frozenset({0}))
+    for turn in computed[1:]:
+        assert turn == [26, 11, 11, 11, 11, 11]
+
+
 def test_a_pool_too_small_for_all_prompts_is_not_promised_twice() -> None:
     scheduler, _ = make(kv_tokens=300, prefill_tokens=16)
     for number in range(4):
