@@ -28,7 +28,7 @@ from crossover.loadtests.records.run_folder import (
     read_records,
 )
 from crossover.models import formatting
-from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.reports.errors import ReportError
 from crossover.reports.write_folder import write_folder
 from crossover.serving.capacity.slo import SLO_PRESETS
@@ -158,7 +158,7 @@ def _aliases(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         model = str(cell.get("model"))
-        is_own_model = cell.get("identity") is not None or not is_ladder_model(model)
+        is_own_model = cell.get("identity") is not None or find_ladder_model(model) is None
         if cell.get("url") or is_own_model:
             aliases[str(cell["key"])] = f"cell {number}"
         if is_own_model:

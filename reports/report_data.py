@@ -47,7 +47,7 @@ from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from crossover.models import formatting
 from crossover.models.identity.identify_model import ModelIdentity
-from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
@@ -593,8 +593,8 @@ def _shape_of(entry: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | 
         return identity.spec
     if ready is not None and ready.spec is not None:
         return ready.spec
-    is_of_ladder = identity is None and is_ladder_model(model)
-    return ladder_model(model).spec if is_of_ladder else None
+    published = find_ladder_model(model) if identity is None else None
+    return None if published is None else published.spec
 
 
 def _last(events: Sequence[Event], kind: type[EventKind]) -> EventKind | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from crossover.models.gguf.shapes import FAMILIES as PUBLISHED_FAMILIES
 from crossover.models.gguf.shapes import (
-    GEMMA4,
-    GPT_OSS,
-    QWEN3_MOE,
-    QWEN35,
     Family,
     GgufShape,
     Metadata,
@@ -162,11 +158,10 @@ def nemotron_metadata(s: Sizes) -> Metadata:
 
 
 FAMILIES: dict[str, Family] = {
+    **PUBLISHED_FAMILIES,
     "llama": Family(lambda s, _: attention(s) | mlp(s), attention_metadata, "llama"),
     "llama-split": Family(lambda s, _: attention(s) | mlp(s), attention_metadata, "llama"),
-    "qwen3": Family(
-        lambda s, _: attention(s, norms=True) | mlp(s), attention_metadata, "qwen3", is_tied=True
-    ),
+    "qwen3": Family(lambda s, _: attention(s, norms=True) | mlp(s), attention_metadata, "qwen3"),
     "phi3": Family(
         lambda s, _: {
             "attn_norm": (s.hidden,),
@@ -184,9 +179,6 @@ FAMILIES: dict[str, Family] = {
         lambda s: attention_metadata(s) | {"attention.sliding_window": s.window},
         "gemma3",
     ),
-    "gemma4": replace(GEMMA4, is_tied=False),
-    "qwen3moe": QWEN3_MOE,
-    "gpt-oss": GPT_OSS,
     "deepseek2": Family(
         lambda s, layer: latent_attention(s) | (experts(s, shared=True) if layer else mlp(s)),
         deepseek_metadata,
@@ -206,7 +198,6 @@ FAMILIES: dict[str, Family] = {
         lambda s, layer: (attention(s) if layer % 4 == 3 else mamba2(s)) | experts(s, shared=True),
         granite_metadata,
         "granitehybrid",
-        is_tied=True,
     ),
     "lfm2": Family(
         lambda s, layer: (
@@ -214,10 +205,8 @@ FAMILIES: dict[str, Family] = {
         ),
         lfm2_metadata,
         "lfm2",
-        is_tied=True,
         output_norm="token_embd_norm",
     ),
-    "qwen35": QWEN35,
     "qwen35moe": Family(
         lambda s, layer: qwen_layer(s, layer, qwen_experts(s)),
         lambda s: attention_metadata(s) | delta_net_metadata(s) | experts_metadata(s, shared=True),
@@ -236,8 +225,10 @@ SIZES: dict[str, Sizes] = {
     "gemma3": Sizes(layers=6),
     "gemma4": Sizes(layers=5, experts=0),
     "gpt-oss": Sizes(expert_type="MXFP4"),
-    "lfm2": Sizes(layers=6),
+    "granitehybrid": Sizes(tied=True),
+    "lfm2": Sizes(layers=6, tied=True),
     "nemotron_h_moe": Sizes(layers=69),
+    "qwen3": Sizes(tied=True),
 }
 PARTS = {"llama-split": 3}  # files that a family is split into
 # With routers or gates in float32: near ties may fall differently in a batch.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crossover.models.gguf import shapes as gguf_shapes
 from crossover.models.gguf.shapes import Family, Metadata, Shapes, Sizes, attention, experts
+from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_spec import ModelSpec
 from tests.gguf_families import FAMILIES, mamba2, nemotron_metadata, without_norm, write_file
 
@@ -49,7 +49,11 @@ def _nemotron_metadata(s: Sizes) -> Metadata:
 
 
 SHAPES: dict[str, tuple[Family, Sizes]] = {
-    **{name: (shape.family, shape.sizes) for name, shape in gguf_shapes.SHAPES.items()},
+    **{
+        model.spec.name: (model.shape.family, model.shape.sizes)
+        for model in PUBLISHED
+        if model.shape is not None
+    },
     "llama-3.1-8b": (
         FAMILIES["llama"],
         Sizes(
@@ -64,7 +68,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "granite-4.0-h-tiny": (
-        Family(_granite, _granite_metadata, "granitehybrid", is_tied=True),
+        Family(_granite, _granite_metadata, "granitehybrid"),
         Sizes(
             layers=40,
             hidden=1536,
@@ -81,6 +85,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
             mamba_head=64,
             context=131072,
             vocabulary=100352,
+            tied=True,
         ),
     ),
     "falcon-h1-7b": (
@@ -133,7 +138,7 @@ def write_shape(name: str, folder: Path) -> Path:
 
 def write_dense(spec: ModelSpec, folder: Path) -> Path:
     """Write the header of a shape of the ladder, in Q4_0; return its file."""
-    family = replace(FAMILIES["qwen3" if spec.qk_norm else "llama"], is_tied=spec.tied)
+    family = FAMILIES["qwen3" if spec.qk_norm else "llama"]
     sizes = Sizes(
         layers=spec.layers,
         hidden=spec.hidden,
@@ -143,6 +148,7 @@ def write_dense(spec: ModelSpec, folder: Path) -> Path:
         inner=spec.intermediate,
         context=spec.context,
         vocabulary=spec.vocabulary,
+        tied=spec.tied,
         type="Q4_0",
     )
     return write_file(spec.name, folder, family, sizes, has_weights=False)

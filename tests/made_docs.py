@@ -12,7 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_families import FAMILIES
+from crossover.models.weights.weight_formats import GgufTensor
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
@@ -115,12 +117,34 @@ def families() -> list[str]:
     ]
 
 
+def shapes() -> list[str]:
+    """The models of the ladder that only llama.cpp serves, with the size of their files."""
+    lines = []
+    for model in PUBLISHED:
+        if model.shape is None:
+            continue
+        weight_format, spec = model.shape.formats[0], model.spec
+        shape = model.shape.in_format(weight_format)
+        file_bytes = sum(
+            GgufTensor(name, None, sizes, shape.tensor_type(name, sizes)).bytes
+            for name, sizes in shape.tensors().items()
+        )
+        kind = "a mixture of experts" if spec.experts is not None else "dense"
+        if spec.is_recurrent:
+            kind += ", with recurrent layers between those with attention"
+        if spec.window_tokens is not None:
+            kind += ", with sliding windows"
+        size = f"{file_bytes / 1e9:.0f} GB in {weight_format}"
+        lines.append(f"- `{spec.name}`, {size}: {kind}.")
+    return lines
+
+
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
-    "docs/models.md": {"families": families},
+    "docs/models.md": {"families": families, "shapes": shapes},
     "docs/report.md": {"quantities": quantities},
 }
 # Files that are made as a whole.

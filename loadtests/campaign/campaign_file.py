@@ -40,7 +40,7 @@ from crossover.models.identity.identify_model import (
     short_model_id,
     unique_names,
 )
-from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import DEFAULT_FORMATS, known_format
 from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
@@ -343,9 +343,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model's shape; None: not known."""
         if self.identity is not None:
             return self.identity.spec
-        if self.url is None and is_ladder_model(self.model):
-            return ladder_model(self.model).spec
-        return None
+        published = find_ladder_model(self.model) if self.url is None else None
+        return None if published is None else published.spec
 
     @property
     def model_identity(self) -> ModelIdentity:

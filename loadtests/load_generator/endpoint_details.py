@@ -31,7 +31,7 @@ from crossover.loadtests.load_generator.http_connection import (
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify
-from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_spec import ModelSpec
 
 Software = Literal["crossover", "vllm", "llama-server", "ollama", "lm-studio", "unknown"]
@@ -150,7 +150,7 @@ def shape_by_name(name: str) -> ModelSpec | None:
             return spec
     base_name = _base_name(name)
     # Of two models with the same name, the last one counts.
-    for model in reversed((*LADDER, *LLAMA_CPP_MODELS)):
+    for model in reversed(PUBLISHED):
         if base_name in (model.spec.name, _base_name(model.repository)):
             return model.spec
     return None
@@ -174,7 +174,7 @@ def _shape_by_metadata(info: Any) -> ModelSpec | None:
     layers = info.get(f"{family}.block_count")
     hidden = info.get(f"{family}.embedding_length")
     intermediate = info.get(f"{family}.feed_forward_length")
-    for model in (*LADDER, *LLAMA_CPP_MODELS):
+    for model in PUBLISHED:
         spec = model.spec
         if (spec.layers, spec.hidden, spec.intermediate) == (layers, hidden, intermediate):
             return spec

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
 
-from crossover.models.errors import BrokenWeights, UnsupportedModel
-from crossover.models.gguf.layers import cached_layers, state_bytes
-from crossover.models.shape.model_spec import Experts, ModelSpec, whole_number
+from crossover.models.errors import BrokenWeights
+from crossover.models.gguf.header import is_of_experts, spec_of_header
+from crossover.models.shape.model_spec import ModelSpec
 
 MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's, and are read as empty ones
 MAX_PARTS = 1000
@@ -76,132 +76,14 @@ class GgufHeader(NamedTuple):
         largest = max(self.tensors.values(), key=lambda tensor: int(tensor.n_bytes))
         return str(largest.tensor_type.name)
 
-    @property
-    def family(self) -> str:
-        """llama.cpp's name of the architecture."""
-        return str(self.metadata.get("general.architecture"))
-
-    @property
-    def own_metadata(self) -> dict[str, Any]:
-        """The keys of the architecture, without its name in front."""
-        start = f"{self.family}."
-        return {
-            key.removeprefix(start): value
-            for key, value in self.metadata.items()
-            if key.startswith(start)
-        }
-
     def spec(self, name: str) -> ModelSpec:
-        """Return the model's shape, as far as it is needed to serve the model with llama.cpp. It
-        does not tell whether llama.cpp can load the file; only trying it does.
-
-        Raises UnsupportedModel if the model does not generate text, BrokenWeights.
-        """
-        self.check_generates_text(name)
-        family, keys = self.family, self.own_metadata
-
-        def count(key: str, default: int | None = None, minimum: int = 1) -> int:
-            value = keys.get(key, default)
-            if isinstance(value, list):
-                value = max(value, default=0)  # one for each layer
-            maximum = 10_000 if key == "block_count" else 1 << 31
-            return whole_number(value, name, f"{family}.{key}", maximum, minimum)
-
-        embedding = self.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
-        all_layers, hidden = count("block_count"), count("embedding_length")
-        # Some layers only draft tokens for speculative decoding.
-        draft_layers = min(all_layers - 1, count("nextn_predict_layers", 0, minimum=0))
-        layers = all_layers - draft_layers
-        heads = count("attention.head_count", 0, minimum=0)  # 0: no attention (Mamba, RWKV)
-        key_dim = count("attention.key_length", hidden // heads if heads else 0, minimum=0)
-        value_dim = count("attention.value_length", key_dim, minimum=0)
-        tensors = self.tensors.values()
-        shapes = {tensor.name: tensor.shape.tolist() for tensor in tensors}
-        is_tied = "output.weight" not in self.tensors
-        idle_tensors = [tensor for tensor in tensors if _is_idle(tensor.name, layers, is_tied)]
-        return ModelSpec(
-            name=name,
-            family=family,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=count("attention.head_count_kv", heads, minimum=0),
-            head_dim=(key_dim + value_dim + 1) // 2,
-            intermediate=count("feed_forward_length", 4 * hidden, minimum=0),
-            vocabulary=int(embedding.shape[1]),
-            context=count("context_length"),
-            tied=is_tied,
-            rope_theta=float(keys.get("rope.freq_base", 10_000.0)),
-            counted_parameters=sum(int(tensor.n_elements) for tensor in tensors),
-            idle_parameters=sum(int(tensor.n_elements) for tensor in idle_tensors),
-            experts=self._experts(
-                count=count("expert_count", 0, minimum=0),
-                used=count("expert_used_count", 0, minimum=0),
-            ),
-            cached_layers=cached_layers(family, keys, shapes, layers),
-            state_bytes_per_slot=state_bytes(keys, shapes, layers),
+        """Return the model's shape, as `spec_of_header` does. Raises UnsupportedModel,
+        BrokenWeights."""
+        shapes = {tensor.name: tensor.shape.tolist() for tensor in self.tensors.values()}
+        expert_bytes = sum(
+            int(tensor.n_bytes) for tensor in self.tensors.values() if is_of_experts(tensor.name)
         )
-
-    def check_generates_text(self, name: str) -> None:
-        """Raise UnsupportedModel for a file that is not a model which generates text.
-
-        Converters write `general.type` "mmproj" and "adapter"; files from before 2025 lack it, and
-        are known by the architecture "clip" and by the key "adapter.type".
-        """
-        metadata, family = self.metadata, self.family
-        kind = metadata.get("general.type", "model")
-        if kind == "mmproj" or family == "clip":
-            raise UnsupportedModel(
-                f"{name} is a multimodal projector (mmproj), which is only one part of a model. "
-                "Give the GGUF file of the language model that it belongs to, which is then served "
-                "without images and audio."
-            )
-        if kind == "adapter" or "adapter.type" in metadata:
-            adapter = "LoRA" if metadata.get("adapter.type", "lora") == "lora" else "control"
-            base = metadata.get("general.base_model.0.name")
-            raise UnsupportedModel(
-                f"{name} is a {adapter} adapter of the architecture {family!r}, not a model. Merge "
-                f"it into its base model{f' {base}' if base else ''} with llama.cpp's "
-                "llama-export-lora, and give the merged GGUF file."
-            )
-        if kind != "model":
-            raise UnsupportedModel(f"{name} is a GGUF file of the type {kind!r}, not a model")
-        if "general.architecture" not in metadata:
-            raise UnsupportedModel(f"{name} does not have general.architecture, so it is no model")
-        if not self.own_metadata.get("attention.causal", True):
-            raise UnsupportedModel(
-                f"{name} is a GGUF file of the architecture {family!r}, which generates no text"
-            )
-
-    def _experts(self, count: int, used: int) -> Experts | None:
-        """Return the experts with their sizes; None: a dense model. `count`, `used`: see
-        Routing."""
-        tensors = [
-            tensor for tensor in self.tensors.values() if re.search(r"_(ch)?exps\.", tensor.name)
-        ]
-        if not (tensors and count and used):
-            return None
-        return Experts(
-            count=count,
-            used=min(used, count),
-            parameters=sum(int(tensor.n_elements) for tensor in tensors),
-            weight_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
-        )
-
-
-def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
-    """Return whether generating a token multiplies nothing with this tensor.
-
-    That is so for embeddings, which are looked up row by row, and for the layers after the first
-    `layers`, which only draft tokens. `is_tied`: the token embeddings are the output matrix too.
-    """
-    if tensor == "token_embd.weight":
-        return not is_tied
-    if tensor.startswith("blk."):
-        return int(tensor.split(".")[1]) >= layers
-    return tensor in ("per_layer_token_embd.weight", "position_embd.weight")
+        return spec_of_header(self.metadata, shapes, name, expert_bytes)
 
 
 def read_header(path: Path) -> GgufHeader:

@@ -1,12 +1,14 @@
 """Tensors and metadata of GGUF files with random weights: mixtures of experts, hybrids, and models
 with sliding windows.
 
-    tensors = SHAPES["qwen3-30b-a3b"].tensors()        # {"token_embd.weight": (151936, 2048), ...}
-    metadata = SHAPES["qwen3-30b-a3b"].metadata()      # {"qwen3moe.context_length": 40960, ...}
+    shape = GgufShape(FAMILIES["qwen3moe"], Sizes(layers=48, ...))
+    shape.tensors()                     # {"token_embd.weight": (151936, 2048), ...}
+    shape.metadata()                    # {"qwen3moe.context_length": 40960, ...}
+    shape.spec("qwen3-30b-a3b")         # the ModelSpec that the header of such a file gives
 
 A family has one function that returns the tensors of a layer and one that returns the metadata,
-with the names and shapes that llama.cpp's own converter writes. Sizes are those of the published
-config.json and of headers that llama.cpp prints.
+with the names and shapes that llama.cpp's own converter writes. models/data/shapes.toml has the
+sizes of published models.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from crossover.models.gguf.header import spec_of_header
+from crossover.models.shape.model_spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]  # tensor -> (experts, rows, columns), (rows, columns), (rows,)
 Metadata = dict[str, Any]
@@ -38,6 +43,8 @@ class Sizes:
     groups: int = 2  # of a recurrent layer
     context: int = 4096
     vocabulary: int = 2048
+    tied: bool = False  # the embedding is the output matrix, too
+    rope_theta: float = 1e4
     per_layer: int = 32  # width of Gemma 4's embedding of each layer; 0: it has none
     global_period: int = 5  # every so many layers of Gemma 4 attend to the whole context
     global_kv_heads: int = 0  # of those layers; 0: as the others
@@ -84,7 +91,6 @@ class Family:
     # Keys that not all families have, without the architecture's name in front.
     metadata: Callable[[Sizes], Metadata]
     architecture: str  # llama.cpp's name
-    is_tied: bool = False  # the embedding is the output matrix, too
     output_norm: str = "output_norm"  # name of the last norm
     other_tensors: Callable[[Sizes], Shapes] | None = None  # outside the layers
 
@@ -108,7 +114,7 @@ class GgufShape:
         family, sizes = self.family, self.sizes
         outside: Shapes = {"token_embd": (sizes.vocabulary, sizes.hidden)}
         outside[family.output_norm] = (sizes.hidden,)
-        if not family.is_tied:
+        if not sizes.tied:
             outside["output"] = (sizes.vocabulary, sizes.hidden)
         if family.other_tensors is not None:
             outside |= family.other_tensors(sizes)
@@ -129,6 +135,13 @@ class GgufShape:
         }
         keys = common_keys | self.family.metadata(sizes)
         return {f"{self.family.architecture}.{key}": value for key, value in keys.items()}
+
+    def spec(self, name: str) -> ModelSpec:
+        """Return the model's shape, as the header of its file gives it. The bytes of the experts
+        are not known, since they depend on the format."""
+        metadata = {"general.architecture": self.family.architecture, **self.metadata()}
+        shapes = {tensor: shape[::-1] for tensor, shape in self.tensors().items()}
+        return spec_of_header(metadata, shapes, name)
 
     def tensor_type(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the type of a tensor, as llama.cpp quantizes it: vectors, routers and small
@@ -223,7 +236,7 @@ def attention_metadata(s: Sizes) -> Metadata:
         "attention.head_count_kv": s.kv_heads,
         "attention.key_length": s.head,
         "attention.value_length": s.head,
-        "rope.freq_base": 1e4,
+        "rope.freq_base": s.rope_theta,
         "rope.dimension_count": s.head,
     }
 
@@ -359,113 +372,34 @@ def gemma4_other_tensors(s: Sizes) -> Shapes:
     return shapes
 
 
-QWEN3_MOE = Family(
-    lambda s, _: attention(s, norms=True) | experts(s),
-    lambda s: attention_metadata(s) | experts_metadata(s),
-    "qwen3moe",
-)
-GPT_OSS = Family(
-    gpt_oss_layer,
-    lambda s: attention_metadata(s) | experts_metadata(s) | {"attention.sliding_window": s.window},
-    "gpt-oss",
-)
-GEMMA4 = Family(
-    gemma4_layer, gemma4_metadata, "gemma4", is_tied=True, other_tensors=gemma4_other_tensors
-)
-QWEN35 = Family(
-    lambda s, layer: qwen_layer(s, layer, mlp(s, "post_attention_norm")),
-    lambda s: attention_metadata(s) | delta_net_metadata(s),
-    "qwen35",
-)
+def qwen3_moe_layer(s: Sizes, _: int) -> Shapes:
+    return attention(s, norms=True) | experts(s)
 
-# The shapes of LLAMA_CPP_MODELS (identity/model_ladder.py), of which random GGUF files are made.
-SHAPES: dict[str, GgufShape] = {
-    "qwen3-30b-a3b": GgufShape(
-        QWEN3_MOE,
-        Sizes(
-            layers=48,
-            hidden=2048,
-            heads=32,
-            kv_heads=4,
-            head=128,
-            inner=6144,
-            experts=128,
-            used=8,
-            expert_inner=768,
-            context=40960,
-            vocabulary=151936,
-        ),
-    ),
-    "gpt-oss-20b": GgufShape(
-        GPT_OSS,
-        Sizes(
-            layers=24,
-            hidden=2880,
-            heads=64,
-            kv_heads=8,
-            head=64,
-            inner=2880,
-            experts=32,
-            used=4,
-            expert_inner=2880,
-            window=128,
-            context=131072,
-            vocabulary=201088,
-            expert_type="MXFP4",
-        ),
-        ("MXFP4_MOE",),
-    ),
-    "gemma-4-26b-a4b": GgufShape(
-        GEMMA4,
-        Sizes(
-            layers=30,
-            hidden=2816,
-            heads=16,
-            kv_heads=8,
-            head=256,
-            inner=2112,
-            experts=128,
-            used=8,
-            expert_inner=704,
-            window=1024,
-            global_period=6,
-            global_kv_heads=2,
-            context=262144,
-            vocabulary=262144,
-        ),
-    ),
-    "gemma-4-e4b": GgufShape(
-        GEMMA4,
-        Sizes(
-            layers=42,
-            hidden=2560,
-            heads=8,
-            kv_heads=2,
-            head=256,
-            inner=10240,
-            experts=0,
-            window=512,
-            per_layer=256,
-            global_period=6,
-            shared_kv_layers=18,
-            context=131072,
-            vocabulary=262144,
-        ),
-    ),
-    "qwen3.5-4b": GgufShape(
-        replace(QWEN35, is_tied=True),
-        Sizes(
-            layers=32,
-            hidden=2560,
-            heads=16,
-            kv_heads=4,
-            head=256,
-            inner=9216,
-            state=128,
-            groups=16,
-            value_heads=32,
-            context=262144,
-            vocabulary=248320,
-        ),
-    ),
+
+def qwen3_moe_metadata(s: Sizes) -> Metadata:
+    return attention_metadata(s) | experts_metadata(s)
+
+
+def gpt_oss_metadata(s: Sizes) -> Metadata:
+    return qwen3_moe_metadata(s) | {"attention.sliding_window": s.window}
+
+
+def qwen35_layer(s: Sizes, layer: int) -> Shapes:
+    return qwen_layer(s, layer, mlp(s, "post_attention_norm"))
+
+
+def qwen35_metadata(s: Sizes) -> Metadata:
+    return attention_metadata(s) | delta_net_metadata(s)
+
+
+# The families of published models in models/data/shapes.toml, by llama.cpp's name. Their functions
+# have names, because a shape is sent to the process that makes its file.
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family(qwen3_moe_layer, qwen3_moe_metadata, "qwen3moe"),
+        Family(gpt_oss_layer, gpt_oss_metadata, "gpt-oss"),
+        Family(gemma4_layer, gemma4_metadata, "gemma4", other_tensors=gemma4_other_tensors),
+        Family(qwen35_layer, qwen35_metadata, "qwen35"),
+    )
 }

@@ -29,14 +29,11 @@ from crossover.models.errors import (
     os_errors_as_model_errors,
 )
 from crossover.models.gguf.reader import is_gguf_file, model_name, read_header
-from crossover.models.gguf.shapes import SHAPES
 from crossover.models.identity.model_ladder import (
-    LADDER,
-    LLAMA_CPP_MODELS,
     PACKAGED,
-    is_ladder_model,
+    PUBLISHED,
+    find_ladder_model,
     ladder_model,
-    llama_cpp_model,
     packaged_file,
 )
 from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
@@ -76,10 +73,9 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         match self.kind:
             case "ladder":
                 return {kind: formats for kind, formats in FORMATS.items() if formats}
-            case "gguf" if self.spec is not None and not own_formats:  # a shape without a file
-                default_formats = SHAPES[self.spec.name].formats
+            case "gguf" if (published := find_ladder_model(self.source)) and published.shape:
                 other_formats = reversed(FORMATS["gguf"])
-                return {"gguf": tuple(dict.fromkeys((*default_formats, *other_formats)))}
+                return {"gguf": tuple(dict.fromkeys((*published.shape.formats, *other_formats)))}
             case "gguf":
                 return {"gguf": own_formats}
             case "onnx":
@@ -117,17 +113,16 @@ def short_model_id(model_id: str) -> str:
 
 
 def _identity(name: str, fetch: bool) -> ModelIdentity:
-    if is_ladder_model(name):
-        spec = ladder_model(name).spec
+    published = find_ladder_model(name)
+    if published is not None:
         return ModelIdentity(
-            name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
+            name=published.spec.name,
+            kind="ladder" if published.shape is None else "gguf",
+            source=published.spec.name,
+            spec=published.spec,
+            is_random=True,
         )
     local = find_local(name)
-    if local is None and (shape := llama_cpp_model(name)) is not None:
-        spec = shape.spec
-        return ModelIdentity(
-            name=spec.name, kind="gguf", source=spec.name, spec=spec, is_random=True
-        )
     if local is None:
         return _of_hub(name, fetch)
     path, short_name = local
@@ -157,9 +152,10 @@ def is_gguf(path: Path) -> bool:
 def name_of(name: str) -> str:
     """Return the short name of a model from its name alone. It may be on another machine, so files
     are not read."""
+    published = find_ladder_model(name)
+    if published is not None:
+        return published.spec.name
     match = HUB_ID.fullmatch(name)
-    if is_ladder_model(name):
-        return ladder_model(name).spec.name
     if match is not None and not os.path.exists(name):
         return model_name(Path(match[2])) if match[2] else match[1]
     is_path = name.endswith(".gguf") or "/" in name
@@ -190,7 +186,7 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
     else:
         why = why or f"{name!r} is not a known model"
         known_names = [PACKAGED]
-        for model in (*LADDER, *LLAMA_CPP_MODELS):
+        for model in PUBLISHED:
             known_names += [model.spec.name, *model.aliases]
         similar = difflib.get_close_matches(name.lower(), known_names, 3, 0.5)
     hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
@@ -222,7 +218,7 @@ def _short_name(path: Path) -> str:
     or "-folder" at its end."""
     is_file = is_gguf(path)
     name = model_name(path) if is_file else path.name or str(path)
-    if not is_ladder_model(name):
+    if find_ladder_model(name) is None:
         return name
     return f"{name}-file" if is_file else f"{name}-folder"
 

@@ -3,16 +3,20 @@
     >>> ladder_model("1b").spec.name
     'llama-3.2-1b'
 
-Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
-the model card's total, and a test compares both. The name of a ladder model stands for random
-weights of its shape (`weights/random_weights.py`), which take as long to read and to multiply
-as the published ones. Published weights are served by their hub id, and one model also from a
-Python package, as "smollm2-135m-instruct".
+- models/data/ladder.csv has dense models, which every engine serves. Their shapes are those of the
+  published config.json.
+- models/data/shapes.toml has mixtures of experts, hybrids and models with sliding windows, which
+  only llama.cpp serves. Their ModelSpec is the one in the header of their GGUF file.
+
+The name of a ladder model stands for random weights of its shape (`weights/random_weights.py`),
+which take as long to read and to multiply as the published ones. Published weights are served by
+their hub id, and one model also from a Python package, as "smollm2-135m-instruct".
 """
 
 from __future__ import annotations
 
 import csv
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,13 @@ from typing import Any
 import msgspec
 
 from crossover.models.errors import UnknownModel
+from crossover.models.gguf.shapes import FAMILIES as GGUF_FAMILIES
+from crossover.models.gguf.shapes import GgufShape, Sizes
 from crossover.models.shape.model_families import FAMILIES
-from crossover.models.shape.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
+from crossover.models.shape.model_spec import ModelSpec, RopeScaling, Scratch
+
+_DATA = Path(__file__).parents[1] / "data"
+PACKAGED = "smollm2-135m-instruct"
 
 
 class LadderModel(msgspec.Struct, frozen=True):
@@ -29,11 +38,13 @@ class LadderModel(msgspec.Struct, frozen=True):
 
     spec: ModelSpec
     aliases: tuple[str, ...]
-    published_parameters: int
+    published_parameters: int  # the model card's total
     repository: str  # on the hub, with the config.json that has the shape
+    # The GGUF file of a model that only llama.cpp serves; None: a dense model, for every engine.
+    shape: GgufShape | None = None
 
 
-def _ladder_model(row: dict[str, Any]) -> LadderModel:
+def _dense_model(row: dict[str, Any]) -> LadderModel:
     """Return the model in a row of ladder.csv, whose other columns are fields of ModelSpec."""
     aliases = tuple(row.pop("aliases").split())
     parameters = int(row.pop("parameters"))
@@ -47,154 +58,54 @@ def _ladder_model(row: dict[str, Any]) -> LadderModel:
     return LadderModel(spec, aliases, parameters, repository)
 
 
-_TABLE = (Path(__file__).parents[1] / "data" / "ladder.csv").read_text(encoding="utf-8")
-LADDER: tuple[LadderModel, ...] = tuple(map(_ladder_model, csv.DictReader(_TABLE.splitlines())))
+class _ShapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of shapes.toml."""
 
-PACKAGED = "smollm2-135m-instruct"
-_BY_NAME = {name: model for model in LADDER for name in (model.spec.name, *model.aliases)}
+    name: str
+    parameters: int
+    repository: str
+    family: str
+    sizes: dict[str, Any]
+    aliases: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ("Q4_0", "Q8_0")
+    scratch: Scratch | None = None  # measured
 
-
-# Mixtures of experts, hybrids and models with sliding windows, which only llama.cpp serves. Their
-# GGUF files have random weights (crossover.models.gguf.shapes); the numbers here are those in the
-# header of such a file.
-LLAMA_CPP_MODELS: tuple[LadderModel, ...] = (
-    LadderModel(
-        ModelSpec(
-            name="qwen3-30b-a3b",
-            family="qwen3moe",
-            layers=48,
-            hidden=2048,
-            heads=32,
-            kv_heads=4,
-            head_dim=128,
-            intermediate=768,
-            vocabulary=151936,
-            context=40960,
-            tied=False,
-            rope_theta=1_000_000.0,
-            counted_parameters=30_532_122_624,
-            idle_parameters=151936 * 2048,
-            experts=Experts(128, 8, 48 * 128 * 3 * 2048 * 768),
-        ),
-        ("30b-a3b",),
-        30_532_122_624,
-        "Qwen/Qwen3-30B-A3B",
-    ),
-    LadderModel(
-        ModelSpec(
-            name="gpt-oss-20b",
-            family="gpt-oss",
-            layers=24,
-            hidden=2880,
-            heads=64,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=2880,
-            vocabulary=201088,
-            context=131072,
-            tied=False,
-            rope_theta=150_000.0,
-            counted_parameters=20_914_757_184,
-            idle_parameters=201088 * 2880,
-            experts=Experts(32, 4, 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),
-            cached_layers=(CachedLayers(12, 512, 512, 128), CachedLayers(12, 512, 512)),
-        ),
-        ("20b",),
-        20_914_757_184,
-        "openai/gpt-oss-20b",
-    ),
-    LadderModel(
-        ModelSpec(
-            name="gemma-4-26b-a4b",
-            family="gemma4",
-            layers=30,
-            hidden=2816,
-            heads=16,
-            kv_heads=8,
-            head_dim=512,
-            intermediate=2112,
-            vocabulary=262144,
-            context=262144,
-            tied=True,
-            rope_theta=1_000_000.0,
-            counted_parameters=25_233_142_046,
-            experts=Experts(128, 8, 30 * 128 * (3 * 2816 * 704 + 1)),  # each has a scale
-            cached_layers=(CachedLayers(25, 2048, 2048, 1024), CachedLayers(5, 1024, 1024)),
-            scratch=Scratch(attention_elements=39_232, largest_elements=58_880),
-        ),
-        ("26b-a4b",),
-        25_233_142_046,
-        "google/gemma-4-26B-A4B-it",
-    ),
-    LadderModel(
-        ModelSpec(
-            name="qwen3.5-4b",
-            family="qwen35",
-            layers=32,
-            hidden=2560,
-            heads=16,
-            kv_heads=4,
-            head_dim=256,
-            intermediate=9216,
-            vocabulary=248320,
-            context=262144,
-            tied=True,
-            rope_theta=10_000_000.0,
-            counted_parameters=4_205_751_296,
-            cached_layers=(CachedLayers(8, 1024, 1024),),  # the other 24 are delta nets
-            state_bytes_per_slot=52_690_944,
-            scratch=Scratch(attention_elements=22_016, largest_elements=64_512),
-        ),
-        (),
-        4_205_751_296,
-        "Qwen/Qwen3.5-4B",
-    ),
-    LadderModel(
-        ModelSpec(
-            name="gemma-4-e4b",
-            family="gemma4",
-            layers=42,
-            hidden=2560,
-            heads=8,
-            kv_heads=2,
-            head_dim=512,
-            intermediate=10240,
-            vocabulary=262144,
-            context=131072,
-            tied=True,
-            rope_theta=1_000_000.0,
-            counted_parameters=7_518_069_290,
-            idle_parameters=262144 * 42 * 256,  # the embedding of each layer
-            # The last 18 layers use the KV cache of earlier ones.
-            cached_layers=(CachedLayers(20, 512, 512, 512), CachedLayers(4, 1024, 1024)),
-            scratch=Scratch(attention_elements=33_536, largest_elements=61_440),
-        ),
-        ("e4b",),
-        7_518_069_290,
-        "google/gemma-4-E4B-it",
-    ),
-)
+    def model(self) -> LadderModel:
+        shape = GgufShape(GGUF_FAMILIES[self.family], Sizes(**self.sizes), self.formats)
+        spec = msgspec.structs.replace(shape.spec(self.name), scratch=self.scratch)
+        return LadderModel(spec, self.aliases, self.parameters, self.repository, shape)
 
 
-def llama_cpp_model(name: str) -> LadderModel | None:
-    """Return the model of LLAMA_CPP_MODELS with this name or alias; None: there is none."""
-    for model in LLAMA_CPP_MODELS:
-        if name.lower() in (model.spec.name, *model.aliases):
-            return model
-    return None
+def shape_models(tables: str) -> list[LadderModel]:
+    """Return the models in a text like shapes.toml."""
+    models = msgspec.convert(tomllib.loads(tables)["model"], list[_ShapeTable])
+    return [table.model() for table in models]
 
 
-def is_ladder_model(name: str) -> bool:
-    """Return whether this is the name or alias of a ladder model, in upper or lower case."""
-    return name.lower() in _BY_NAME
+def _published() -> tuple[LadderModel, ...]:
+    """Return the models of both tables."""
+    rows = (_DATA / "ladder.csv").read_text(encoding="utf-8").splitlines()
+    shapes = (_DATA / "shapes.toml").read_text(encoding="utf-8")
+    return (*map(_dense_model, csv.DictReader(rows)), *shape_models(shapes))
+
+
+PUBLISHED = _published()
+_BY_NAME = {name: model for model in PUBLISHED for name in (model.spec.name, *model.aliases)}
+
+
+def find_ladder_model(name: str) -> LadderModel | None:
+    """Return the ladder model of a name ("smollm2-135m") or alias ("135m"), in upper or lower case;
+    None: there is none."""
+    return _BY_NAME.get(name.lower())
 
 
 def ladder_model(name: str) -> LadderModel:
-    """Return the ladder model of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
-    if not is_ladder_model(name):
-        known_names = ", ".join(" or ".join((model.spec.name, *model.aliases)) for model in LADDER)
-        raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known_names}")
-    return _BY_NAME[name.lower()]
+    """Return what `find_ladder_model` returns. Raises UnknownModel."""
+    model = find_ladder_model(name)
+    if model is None:
+        names = (" or ".join((model.spec.name, *model.aliases)) for model in PUBLISHED)
+        raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {', '.join(names)}")
+    return model
 
 
 def packaged_file(name: str) -> Path | None:

@@ -34,7 +34,7 @@ from crossover.models.errors import (
     os_errors_as_model_errors,
 )
 from crossover.models.gguf.reader import part_names, read_header
-from crossover.models.gguf.shapes import SHAPES
+from crossover.models.gguf.shapes import GgufShape
 from crossover.models.identity.identify_model import (
     HUB_ID,
     cannot_fetch,
@@ -46,9 +46,8 @@ from crossover.models.identity.identify_model import (
 )
 from crossover.models.identity.model_ladder import (
     PACKAGED,
-    is_ladder_model,
+    find_ladder_model,
     ladder_model,
-    llama_cpp_model,
     packaged_file,
 )
 from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
@@ -117,16 +116,14 @@ def _resolved(
     if kind == "none":
         return _without_weights(name, cache_dir(cache))
     requested_format = normalized_format(kind, weight_format) if weight_format else None
-    if (shape := llama_cpp_model(name)) is not None and find_local(name) is None:
-        return _random_shape(shape.spec, kind, requested_format, cache_dir(cache), progress)
-    if is_ladder_model(name):
-        return _random(
-            ladder_model(name).spec,
-            kind,
-            requested_format or DEFAULT_FORMATS[kind],
-            cache_dir(cache),
-            progress,
+    published = find_ladder_model(name)
+    if published is not None and published.shape is not None:
+        return _random_shape(
+            published.spec, published.shape, kind, requested_format, cache_dir(cache), progress
         )
+    if published is not None:
+        weight_format = requested_format or DEFAULT_FORMATS[kind]
+        return _random(published.spec, kind, weight_format, cache_dir(cache), progress)
     local = find_local(name)
     # The packaged file is a GGUF file, so other kinds are fetched from the hub.
     if local is None or (kind != "gguf" and local[0] == packaged_file(name)):
@@ -156,23 +153,27 @@ def _random(
 
 
 def _random_shape(
-    spec: ModelSpec, kind: str, weight_format: str | None, cache: Path, progress: Progress | None
+    spec: ModelSpec,
+    shape: GgufShape,
+    kind: str,
+    weight_format: str | None,
+    cache: Path,
+    progress: Progress | None,
 ) -> ResolvedModel:
-    """Return a GGUF file of a shape of crossover.models.gguf.shapes, and make it if necessary."""
+    """Return the GGUF file of a shape that only llama.cpp serves, and make it if necessary."""
     if kind != "gguf":
         raise UnsupportedModel(
             f"{spec.name} is a shape that only llama_cpp serves, as a GGUF file of random weights. "
             "Use --backend llama_cpp."
         )
-    formats = SHAPES[spec.name].formats
-    if weight_format not in (None, *formats):
+    if weight_format not in (None, *shape.formats):
         raise UnsupportedModel(
             f"Random weights of {spec.name} cannot be made in {weight_format}. Available formats: "
-            f"{', '.join(formats)}"
+            f"{', '.join(shape.formats)}"
         )
-    weight_format = weight_format or formats[0]
+    weight_format = weight_format or shape.formats[0]
     path = cache / "synthetic" / spec.name / f"{spec.name}-{weight_format}.gguf"
-    _make(path, (spec, GENERATOR), RANDOM_SHAPE, progress, spec, path, weight_format)
+    _make(path, (spec, GENERATOR), RANDOM_SHAPE, progress, shape, spec, path, weight_format)
     header = read_header(path)
     return ResolvedModel(
         spec.name,

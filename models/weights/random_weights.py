@@ -2,7 +2,7 @@
 
     write_gguf(ladder_model("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
     write_hf_folder(ladder_model("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
-    write_gguf_shape(llama_cpp_model("qwen3.5-4b").spec, Path("qwen3.5.gguf"), "Q4_0")
+    write_gguf_shape(model.shape, model.spec, Path("qwen3.5.gguf"), "Q4_0")  # a LadderModel's
 
 The tensors and their types are those of a real file (weight_formats.py), so that
 loading and computing take the same time and memory; the text is noise. The standard deviations are
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from crossover.models.gguf.shapes import SHAPES, GgufShape
+from crossover.models.gguf.shapes import GgufShape
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec, RopeScaling
 from crossover.models.text.gguf_vocabulary import llama_library
@@ -89,20 +89,16 @@ def write_gguf(
 
 
 def write_gguf_shape(
+    shape: GgufShape,
     spec: ModelSpec,
     path: Path,
     weight_format: str,
     seed: int = 0,
     progress: Progress | None = None,
-    *,
-    shape: GgufShape | None = None,
 ) -> None:
-    """Write a GGUF file of a shape of crossover.models.gguf.shapes and its manifest, as
-    `write_gguf` does.
-
-    `spec` goes into the manifest. Without `shape`, the shape is the one named `spec.name`.
-    """
-    shape = (SHAPES[spec.name] if shape is None else shape).in_format(weight_format)
+    """Write a GGUF file of this shape and its manifest, as `write_gguf` does. `spec` goes into the
+    manifest."""
+    shape = shape.in_format(weight_format)
     weights = ShapeWeights(shape.tensors(), seed)
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:

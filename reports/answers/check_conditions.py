@@ -20,7 +20,7 @@ import msgspec
 
 from crossover.models import formatting
 from crossover.models.formatting import GIB
-from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.reports.errors import ReportError
 
 if TYPE_CHECKING:
@@ -113,9 +113,8 @@ def check_condition(condition: str, answers: Sequence[ModelAnswer]) -> CheckResu
 
 def _answer_about(model: str, answers: Sequence[ModelAnswer], condition: str) -> ModelAnswer:
     """Return the answer about a model, by its name in the run or in the ladder."""
-    names = {model}
-    if is_ladder_model(model):
-        names.add(ladder_model(model).spec.name)
+    published = find_ladder_model(model)
+    names = {model} if published is None else {model, published.spec.name}
     for answer in answers:
         spec = answer.cell.spec
         if answer.model in names or (spec is not None and spec.name in names):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crossover.models import formatting
-from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
@@ -122,7 +122,7 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
             "Give a plan file, or --model and --rate. `crossover plan --example` prints a file."
         )
     model = options.model
-    if model is not None and Path(model).exists() and not is_ladder_model(model):
+    if model is not None and Path(model).exists() and find_ladder_model(model) is None:
         model = str(Path(model).absolute())
     replacements = {"model": model, "slo": options.slo, "devices": options.device or None}
     tables |= {name: value for name, value in replacements.items() if value is not None}

@@ -23,7 +23,7 @@ from msgspec import Meta
 from crossover.loadtests.campaign.campaign_file import SloSpec, slo_of
 from crossover.models.errors import CrossoverError, UnsupportedModel
 from crossover.models.identity.identify_model import ModelIdentity, identify
-from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format
 from crossover.reports.devices.device_capacity import Traffic
@@ -215,7 +215,7 @@ def read_question(
 
 def identify_in(name: str, folder: Path) -> ModelIdentity:
     """Return the identity of a model; a path is relative to `folder`. Raises ModelError."""
-    is_path = not is_ladder_model(name) and os.path.exists(folder / name)
+    is_path = find_ladder_model(name) is None and os.path.exists(folder / name)
     return identify(str(folder / name) if is_path else name, fetch=True)
 
 

@@ -23,7 +23,7 @@ import typer
 from crossover.models import formatting
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
-from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.identity.resolve_model import resolve
 from crossover.models.weights.weight_formats import FORMATS, known_format, weight_bytes
 from crossover.models.weights.weights_manifest import cache_dir
@@ -76,8 +76,8 @@ def list_models(cache: Cache = None) -> None:
     row_layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     headings = ("model", "parameters", "active", *LISTED_FORMATS)
     typer.echo(row_layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
-    for shape in sorted((*LADDER, *LLAMA_CPP_MODELS), key=lambda shape: shape.spec.parameters):
-        spec = shape.spec
+    for model in sorted(PUBLISHED, key=lambda model: model.spec.parameters):
+        spec = model.spec
         cached_files = cache_folder.glob(f"synthetic/{spec.name}/[!.]*")
         cached_names = sorted(file.name for file in cached_files if file.suffix != ".json")
         line = row_layout.format(
@@ -87,7 +87,7 @@ def list_models(cache: Cache = None) -> None:
             *(size(weight_bytes(spec, weight_format)) for weight_format in LISTED_FORMATS),
             size(1000 * spec.kv_bytes_per_token()),
             f"{spec.context:,}",
-            shape.repository,
+            model.repository,
             ",".join(cached_names),
         )
         typer.echo(line)

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from crossover.models.child_process import python_variables
-from crossover.models.identity.model_ladder import is_ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.errors import EngineFailed, ServingError
@@ -49,7 +49,8 @@ def launch_on_ray(options: ServeOptions) -> int:
     """Serve until a signal arrives. Return the exit status."""
     check_options(options)
     (source,) = options.models
-    if os.path.exists(source) and not is_ladder_model(source):  # replicas run in another folder
+    if os.path.exists(source) and find_ladder_model(source) is None:
+        # Replicas run in another folder.
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
     from crossover.serving.cli.launch import key_of
     from crossover.serving.http.http_server import listen, url_of

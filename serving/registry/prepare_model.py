@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 
 from crossover.models.errors import ModelError
-from crossover.models.gguf.shapes import SHAPES
-from crossover.models.identity.identify_model import ModelIdentity, find_local, identify
-from crossover.models.identity.model_ladder import is_ladder_model, ladder_model, llama_cpp_model
+from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.identity.resolve_model import ResolvedModel, resolve
 from crossover.models.machine_limits import cgroup_cores
 from crossover.models.text.tokenizer import try_tokenizer
@@ -319,14 +318,13 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     model, its backend and weight format. Placement chooses these for a ladder model."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
     memory_by_context: tuple[EngineMemory, ...] = ()
-    shape = llama_cpp_model(model.source)
-    if is_ladder_model(model.source):
-        spec = ladder_model(model.source).spec
-    elif shape is not None and find_local(model.source) is None:
-        # Its file is made later, once placement has decided that it fits in memory.
-        spec = shape.spec
-        backend = backend or backend_for("gguf")
-        weight_format = weight_format or SHAPES[spec.name].formats[0]
+    published = find_ladder_model(model.source)
+    if published is not None:
+        # Its files are made later, once placement has decided that it fits in memory.
+        spec = published.spec
+        if published.shape is not None:
+            backend = backend or backend_for("gguf")
+            weight_format = weight_format or published.shape.formats[0]
     else:
         if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
             backend = model.source
@@ -384,11 +382,13 @@ def engine_question(
 ) -> EngineQuestion | None:
     """Return the question of which CPU engine serves this ladder model best.
 
-    None: the model is none of the ladder, or the user named a backend, set options of a backend or
-    turned the choice off.
+    None: it is not a dense model of the ladder, or the user named a backend, set options of a
+    backend or turned the choice off.
     """
     has_set_backend = model.backend is not None or bool(model.options)
-    if has_set_backend or not model.calibration or not is_ladder_model(model.source):
+    published = find_ladder_model(model.source)
+    is_dense = published is not None and published.shape is None
+    if has_set_backend or not model.calibration or not is_dense:
         return None
     return EngineQuestion(
         source=model.source,

@@ -23,7 +23,7 @@ import numpy as np
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo
@@ -378,7 +378,7 @@ def worlds() -> dict[str, World]:
             *("new: 8 of 128 experts", TIGHT, chat(128, 256), batching(MIXTURE.seconds, 16)),
             *(0.1, 4.0),
             policy=sixteen,
-            spec=LLAMA_CPP_MODELS[0].spec,
+            spec=ladder_model("qwen3-30b-a3b").spec,
         ),
     ]
     return {world.name: world for world in found}

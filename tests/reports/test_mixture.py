@@ -10,7 +10,7 @@ import pytest
 from crossover.loadtests.campaign.campaign_file import Plan
 from crossover.loadtests.records.journal_events import Calibrated, of_kind
 from crossover.loadtests.records.run_folder import read_records
-from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import Routing
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.render.html_page import page
@@ -24,7 +24,7 @@ from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SETTINGS, 
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
-SPEC = LLAMA_CPP_MODELS[0].spec  # Qwen3-30B-A3B: 8 of 128 experts
+SPEC = ladder_model("qwen3-30b-a3b").spec  # 8 of 128 experts
 # Of a 4-bit mixture on two cores, whose kernels take each row by itself.
 FOUR_BIT = StepTimeModel(
     base_seconds=0.0018,

@@ -44,7 +44,7 @@ import msgspec
 import psutil
 
 from crossover.loadtests.host.die_with_parent import raise_priority
-from crossover.models.identity.model_ladder import is_ladder_model, ladder_model
+from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.text.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
 from tests.bench.paired import machine, machine_line, parser_of, ratios
@@ -132,7 +132,8 @@ def prompts(tokenizer_path: str, count: int, tokens: int, seed: int) -> list[str
 
 def requests_of(model: str, streams: int) -> int:
     """How many a round has."""
-    is_big = is_ladder_model(model) and ladder_model(model).spec.parameters > 2e9
+    published = find_ladder_model(model)
+    is_big = published is not None and published.spec.parameters > 2e9
     return max(2, streams) if is_big else max(4, 2 * streams)
 
 
@@ -170,7 +171,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("runs/peers.jsonl"), help="the rows")
     found = parser.parse_args()
     found.models = [
-        ladder_model(one).spec.name if is_ladder_model(one) else one for one in found.models
+        published.spec.name if (published := find_ladder_model(one)) is not None else one
+        for one in found.models
     ]
     if found.together is not None and found.together < 1:
         parser.error(f"--together must be at least 1, got {found.together}")

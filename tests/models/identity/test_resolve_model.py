@@ -8,15 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from crossover.models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from crossover.models.identity import resolve_model
+from crossover.models.identity import model_ladder
 from crossover.models.identity.identify_model import identify, name_of
-from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.identity.model_ladder import LadderModel, ladder_model
 from crossover.models.identity.resolve_model import ResolvedModel, resolve
 from crossover.models.text.tokenizer import load_tokenizer
 from crossover.models.weights.random_weights import write_gguf, write_hf_folder
@@ -157,8 +156,8 @@ def unwritable(folder: Path) -> Iterator[None]:
 def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resolve_model, "is_ladder_model", lambda name: name == "tiny")
-    monkeypatch.setattr(resolve_model, "ladder_model", lambda _: SimpleNamespace(spec=TINY_LLAMA))
+    tiny = LadderModel(TINY_LLAMA, (), TINY_LLAMA.parameters, "")
+    monkeypatch.setitem(model_ladder._BY_NAME, "tiny", tiny)
     with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to other users
         cache, folder = Path(name) / "cache", Path(name) / "folder"
         write_hf_folder(TINY_LLAMA, folder, "fp16")

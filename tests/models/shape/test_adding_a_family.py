@@ -1,8 +1,9 @@
-"""docs/adding-a-model-family.md, followed to the letter: one record and one shape."""
+"""docs/adding-a-model-family.md, followed to the letter: a dense family, a mixture of experts."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 from crossover.models.errors import UnsupportedModel
+from crossover.models.gguf import shapes
+from crossover.models.identity.model_ladder import PUBLISHED, shape_models
 from crossover.models.shape.hf_config import read_config, read_spec, spec_of
 from crossover.models.shape.model_families import FAMILIES, ModelFamily
-from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.models.weights.convert_to_onnx import make_onnx
-from crossover.models.weights.random_weights import write_hf_folder
+from crossover.models.weights.random_weights import write_gguf_shape, write_hf_folder
 from crossover.models.weights.weight_formats import gguf_tensors
+from tests.gguf_files import gguf_logits
 from tests.graph_logits import divergence, graph_logits
 from tests.serving.backends.hf_folders import logprobs_of
 
@@ -23,10 +27,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model-family.md"
 IDS = np.random.default_rng(20).integers(3, 600, (1, 12))
 
 
+def blocks(language: str) -> list[str]:
+    """The blocks of the page in one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+
+
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     """The shape of the page's second block, with the record of its first among the families."""
-    record, shape = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    record, shape, *_ = blocks("python")
     names: dict[str, Any] = {"ModelFamily": ModelFamily, "ModelSpec": ModelSpec}
     for name, family in eval(f"{{{record}}}", names).items():
         assert name not in FAMILIES
@@ -59,3 +68,27 @@ def test_values_that_the_record_knows_are_accepted_of_this_family_alone(
         spec_of(config | {"model_type": "llama"}, "m")
     with pytest.raises(UnsupportedModel, match="attention_out_bias"):
         spec_of(config | {"attention_out_bias": True}, "m")
+
+
+def test_a_family_and_a_table_give_a_ladder_model_that_llama_cpp_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, layer, row = blocks("python")
+    names = dict(vars(shapes))
+    exec(layer, names)
+    (family,) = eval(f"({row})", names)
+    assert family.architecture not in shapes.FAMILIES
+    monkeypatch.setitem(shapes.FAMILIES, family.architecture, family)
+    (table,) = blocks("toml")
+    (model,) = shape_models(table)
+    assert model.spec.parameters == model.published_parameters
+    assert model.spec.experts is not None and model.spec.experts.routing == Routing(64, 8)
+    assert model.spec.name not in [published.spec.name for published in PUBLISHED]
+    assert model.shape is not None
+    file = tmp_path / "tiny.gguf"
+    # As in the published model, there are as many heads of keys as of queries, and experts have the
+    # width that the metadata gives an MLP.
+    tiny = replace(model.shape, sizes=shapes.Sizes(kv_heads=4, inner=64, expert_inner=64))
+    write_gguf_shape(tiny, tiny.spec("tiny"), file, tiny.formats[0])
+    logits = gguf_logits(file, IDS)
+    assert np.isfinite(logits).all() and logits.std() > 1

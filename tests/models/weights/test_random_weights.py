@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +6,8 @@ import numpy as np
 import pytest
 
 from crossover.models.gguf.reader import read_header
-from crossover.models.gguf.shapes import SHAPES, Sizes
-from crossover.models.identity.model_ladder import ladder_model, llama_cpp_model
+from crossover.models.gguf.shapes import GgufShape, Sizes
+from crossover.models.identity.model_ladder import PUBLISHED, ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.random_weights import write_gguf, write_gguf_shape, write_hf_folder
 from crossover.models.weights.safetensors_reader import check_tensors
@@ -17,6 +16,9 @@ from tests.gguf_files import gguf_logits
 from tests.shapes import TINY, TINY_LLAMA
 
 ALL = list(TINY.values())
+SHAPES: dict[str, GgufShape] = {
+    model.spec.name: model.shape for model in PUBLISHED if model.shape is not None
+}
 
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
@@ -49,12 +51,13 @@ def test_llama_cpp_runs_each_shape_of_mixtures_hybrids_and_windows(
         global_period=period,
         global_kv_heads=min(sizes.global_kv_heads, 1),
         shared_kv_layers=period if sizes.shared_kv_layers else 0,
+        tied=sizes.tied,
     )
     files = []
     for number in range(2):
         file = tmp_path / f"{number}.gguf"
-        spec = ladder_shape(name)
-        write_gguf_shape(spec, file, shape.formats[0], shape=replace(shape, sizes=tiny))
+        spec = ladder_model(name).spec
+        write_gguf_shape(replace(shape, sizes=tiny), spec, file, shape.formats[0])
         files.append(file.read_bytes())
     assert files[0] == files[1]
     assert read_header(file).spec(name).family == spec.family
@@ -63,18 +66,6 @@ def test_llama_cpp_runs_each_shape_of_mixtures_hybrids_and_windows(
     assert np.isfinite(logits).all() and 2.0 < logits.std() < 4.5
     assert len(set(logits.argmax(-1).ravel().tolist())) > 12
     assert (logits.argmax(-1) == ids).mean() < 0.5, "it repeats its last token"
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_tensors_of_a_shape_are_the_parameters_that_the_ladder_lists(name: str) -> None:
-    tensors = SHAPES[name].tensors()
-    assert sum(map(math.prod, tensors.values())) == ladder_shape(name).parameters
-
-
-def ladder_shape(name: str) -> ModelSpec:
-    shape = llama_cpp_model(name)
-    assert shape is not None
-    return shape.spec
 
 
 def test_header_says_what_was_asked_for(tmp_path: Path) -> None:

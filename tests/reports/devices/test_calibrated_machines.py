@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from crossover.loadtests.capacity.machine_file import write_machine_file
-from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.calibrated_machines import (
     BIGGER_HALF_WIDTH,
@@ -17,7 +17,7 @@ from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
-MIXTURE = LLAMA_CPP_MODELS[0].spec  # 8 of 128 experts
+MIXTURE = ladder_model("qwen3-30b-a3b").spec  # 8 of 128 experts
 
 
 def truth(spec: ModelSpec) -> StepTimeModel:

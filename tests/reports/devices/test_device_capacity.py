@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from crossover.models.identity.model_ladder import ladder_model, llama_cpp_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.devices.device_capacity import (
     Machine,
@@ -87,9 +87,7 @@ def test_asking_the_whole_list_takes_seconds() -> None:
 
 
 def listed(name: str, machine: Machine, weight_format: str = "Q4_0") -> Service:
-    found = llama_cpp_model(name)
-    assert found is not None
-    return Service(machine, found.spec, weight_format, TRAFFIC)
+    return Service(machine, ladder_model(name).spec, weight_format, TRAFFIC)
 
 
 def test_a_mixture_needs_a_gpu_for_all_experts_and_is_as_fast_as_the_active_ones() -> None:

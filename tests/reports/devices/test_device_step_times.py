@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.devices.device_catalog import Device, device_named
 from crossover.reports.devices.device_step_times import constants_of, predicted_step_times
@@ -22,7 +22,7 @@ from tests.bench.device_fit.step_model import (
 )
 
 SPEC = ladder_model("8b").spec
-MIXTURE = LLAMA_CPP_MODELS[0].spec  # 8 of 128 experts
+MIXTURE = ladder_model("qwen3-30b-a3b").spec  # 8 of 128 experts
 H100 = device_named("NVIDIA H100 SXM")
 CPU = device_named("Intel Xeon 6980P")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from crossover.models.identity.model_ladder import LADDER, LLAMA_CPP_MODELS
+from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.serving.errors import ServingError
 from crossover.serving.option_help import parse_bytes
 from tests.gguf_families import Sizes, write_family
@@ -35,7 +35,7 @@ def test_make_then_list(models: Ask) -> None:
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
     assert "writing smollm2-135m-Q4_0.gguf" in made.stderr
     rows = {row.split()[0]: row for row in models("list").stdout.splitlines()[2:]}
-    listed = sorted((*LADDER, *LLAMA_CPP_MODELS), key=lambda one: one.spec.parameters)
+    listed = sorted(PUBLISHED, key=lambda one: one.spec.parameters)
     assert list(rows) == [one.spec.name for one in listed]
     assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in listed)
     by_llama_cpp = ("qwen3.5-4b", "gemma-4-e4b", "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3-30b-a3b")

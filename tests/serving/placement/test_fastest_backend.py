@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.identity.model_ladder import LLAMA_CPP_MODELS, ladder_model
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
@@ -247,7 +247,7 @@ def test_a_mixture_is_judged_by_its_active_parameters_and_what_a_step_reads(cach
     steps of one row 6 %."""
     keep_times(cache, "Q4_0", times(0.2), "llama_cpp", "1b")
     keep_times(cache, "int8", times(0.1), "onnx", "1b")
-    spec, small = LLAMA_CPP_MODELS[0].spec, ladder_model("1b").spec
+    spec, small = ladder_model("qwen3-30b-a3b").spec, ladder_model("1b").spec
     question = asked(cache, "1b", may_measure=True)
     request = msgspec.structs.replace(question.request, model=spec)
     question = msgspec.structs.replace(question, request=request)
