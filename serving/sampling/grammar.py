@@ -236,9 +236,11 @@ def _translate(sampling: Sampling) -> str:
 
 
 def _lark_of(schema: Any) -> str:
-    """Return a JSON schema as a rule of llguidance's grammar format."""
+    """Return a JSON schema as a rule of llguidance's grammar format. `oneOf` is enforced as
+    `anyOf`."""
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        options = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+        schema = {**schema, "x-guidance": options}
     return f"start: %json {json.dumps(schema)}"
 
 

@@ -7,11 +7,13 @@
     #  "$defs": {"s0": ...}}
 
 - References of every kind ($id, $defs, definitions, #, anchors) become references to "$defs", so
-  that a schema means the same on its own and inside another schema.
+  that a schema means the same on its own and inside another schema. The compiler resolves
+  references too, but of two tools whose schemas have the same $id it enforces only one, and it
+  refuses a broken reference even in a part that nothing uses.
 - Objects that list their properties are closed (`additionalProperties: false`) unless the schema
   says otherwise, because a small model would keep inventing further properties. The branches of an
   `allOf` are closed together.
-- `oneOf` becomes `anyOf`. A format that the compiler does not know is treated as an annotation.
+- A format that the compiler does not know is treated as an annotation.
 - Keywords that hold for every value are left out, as are keywords whose value is null. A schema
   with `not: {}` becomes false. Numeric bounds beyond MAX_BOUND are replaced by MAX_BOUND.
 - A keyword that the compiler cannot enforce raises UnsupportedSchema, which names its path. With
@@ -28,9 +30,11 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from crossover.serving.errors import Unsupported
 
-# Subschemas that may be visited to collect the properties of objects which combine several
-# subschemas. An object that is reached after that is left open.
+# Objects that combine several subschemas are closed by one list of all their properties. A small
+# schema can combine each subschema with every other one, so the subschemas that may be visited for
+# such lists and the properties in them are bounded. Objects after that are left open.
 MAX_VISITS = 50_000
+MAX_LISTED_PROPERTIES = 10_000
 MAX_BOUND = 10**17  # the largest numeric bound; the compiler fails on larger ones
 Schema = Any  # a JSON schema: an object, true or false
 
@@ -163,6 +167,7 @@ class _SchemaTranslator:
         draft = str(schema.get("$schema")) if isinstance(schema, dict) else ""
         self._id_keyword = "id" if "draft-04" in draft or "draft-03" in draft else "$id"
         self._visits_left = MAX_VISITS
+        self._listed_properties_left = MAX_LISTED_PROPERTIES
         self._best_effort = best_effort
         self._prefix = prefix
         # The subschema that each URI identifies, with or without an anchor as its fragment.
@@ -171,6 +176,8 @@ class _SchemaTranslator:
         # The definition's name by the identity of the schema that a reference leads to, and by
         # whether its objects are closed (inside an allOf they stay open).
         self._definition_names: dict[tuple[int, bool], str] = {}
+        # The definition's name by the properties and patterns that it allows.
+        self._closing_names: dict[tuple[frozenset[str], frozenset[str]], str] = {}
         self._definitions: dict[str, Schema] = {}
         self._pending: list[tuple[str, Subschema, bool]] = []
 
@@ -309,17 +316,10 @@ class _SchemaTranslator:
         for key in _COMBINING_KEYS:
             if key not in schema:
                 continue
-            branches = [
+            translated[key] = [
                 self._translate_child(subschema, f"{key}/{number}", branch, close_branches)
                 for number, branch in enumerate(self._schema_list(subschema, key))
             ]
-            # The compiler does not enforce oneOf. It becomes anyOf; beside another anyOf, both
-            # become branches of an allOf.
-            target_key = "anyOf" if key == "oneOf" else key
-            if target_key in translated:
-                translated.setdefault("allOf", []).append({"anyOf": branches})
-            else:
-                translated[target_key] = branches
 
     def _translate_properties(
         self, subschema: Subschema, translated: dict[str, Any], close_object: bool
@@ -357,18 +357,42 @@ class _SchemaTranslator:
             del translated["additionalProperties"]
 
     def _close_combined(self, subschema: Subschema, translated: dict[str, Any]) -> None:
-        """Allow only the properties that any of the combined subschemas lists, by one more branch
-        of an allOf, unless one of them has a rule for further properties."""
-        if not self._may_close(subschema):
+        """Allow only the properties that any of the combined subschemas lists or requires, by one
+        more branch of an allOf, unless one of them has a rule for further properties."""
+        parts = [part.schema for part in self._combined_subschemas(subschema, set())]
+        if any("additionalProperties" in part or "unevaluatedProperties" in part for part in parts):
             return
-        names, patterns = self._property_names(subschema)
-        branch: dict[str, Any] = {"properties": dict.fromkeys(sorted(names), True)}
-        branch["additionalProperties"] = False
-        if patterns:
-            branch["patternProperties"] = dict.fromkeys(sorted(patterns), True)
+        names: set[str] = set()
+        patterns: set[str] = set()
+        for part in parts:
+            for key, collected in (("properties", names), ("patternProperties", patterns)):
+                if isinstance(listed := part.get(key), dict):
+                    collected |= set(listed)
+            if isinstance(required := part.get("required"), list):
+                names |= {name for name in required if isinstance(name, str)}
         # Without visits left, some names may not have been collected.
         if self._visits_left and (names or patterns):
-            translated.setdefault("allOf", []).append(branch)
+            patterns = {pattern for pattern in patterns if _is_supported("pattern", pattern)}
+            name = self._closing_definition(frozenset(names), frozenset(patterns))
+            if name is not None:
+                translated.setdefault("allOf", []).append({"$ref": f"#/$defs/{name}"})
+
+    def _closing_definition(self, names: frozenset[str], patterns: frozenset[str]) -> str | None:
+        """Return the name of the definition of an object with only these properties; None: there
+        are more properties in such lists already than the translation may have."""
+        if (names, patterns) not in self._closing_names:
+            listed = len(names) + len(patterns)
+            if listed > self._listed_properties_left:
+                return None
+            self._listed_properties_left -= listed
+            name = f"{self._prefix}closed{len(self._closing_names)}"
+            self._closing_names[names, patterns] = name
+            self._definitions[name] = {
+                "properties": dict.fromkeys(sorted(names), True),
+                "patternProperties": dict.fromkeys(sorted(patterns), True),
+                "additionalProperties": False,
+            }
+        return self._closing_names[names, patterns]
 
     def _without_ineffective(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema without excluded keywords, null values and allOf branches that accept
@@ -433,8 +457,8 @@ class _SchemaTranslator:
         return schemas
 
     def _translate_numbers(self, translated: dict[str, Any], path: str) -> None:
-        """Convert counts to integers, bounds to values that the compiler can enforce, and draft 4's
-        boolean exclusive bounds to numbers, in place. Raises UnsupportedSchema."""
+        """Convert counts to integers and bounds to values that the compiler can enforce, in place.
+        Raises UnsupportedSchema."""
         for key in _COUNT_KEYS:
             if key in translated:
                 count = translated[key]
@@ -442,15 +466,10 @@ class _SchemaTranslator:
                     translated[key] = count = int(count)
                 if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                     raise UnsupportedSchema(path, key, "it must be an integer")
-        for exclusive, inclusive in (
-            ("exclusiveMinimum", "minimum"),
-            ("exclusiveMaximum", "maximum"),
-        ):
-            if isinstance(translated.get(exclusive), bool):
-                if translated.pop(exclusive) and inclusive in translated:
-                    translated[exclusive] = translated.pop(inclusive)
         for key in (*_LOWER_BOUND_KEYS, *_UPPER_BOUND_KEYS, "multipleOf"):
             bound = translated.get(key, 0)
+            if isinstance(bound, bool) and key.startswith("exclusive"):  # as draft 4 writes it
+                continue
             if isinstance(bound, bool) or not isinstance(bound, int | float):
                 raise UnsupportedSchema(path, key, "it must be a number")
             is_too_large = key != "multipleOf" and abs(bound) > MAX_BOUND
@@ -481,25 +500,20 @@ class _SchemaTranslator:
             del translated["pattern"]
 
     def _translate_array(self, subschema: Subschema, translated: dict[str, Any]) -> None:
-        """Add the schemas of an array's items, in the form of draft 2020-12: prefixItems for the
-        first items, items for all later ones. Raises UnsupportedSchema."""
+        """Add the schemas of an array's items. In older drafts, `items` may be a list of those of
+        the first items. Raises UnsupportedSchema."""
         schema = subschema.schema
-        prefix_items, later_items = schema.get("prefixItems"), schema.get("items")
-        later_key = "items"
-        if isinstance(later_items, list):  # older drafts: items is the list of the first items
-            prefix_items, later_items = later_items, schema.get("additionalItems")
-            later_key = "additionalItems"
-        if prefix_items is not None:
-            if not isinstance(prefix_items, list):
-                raise UnsupportedSchema(
-                    subschema.path, "prefixItems", "it must be a list of schemas"
-                )
-            translated["prefixItems"] = [
-                self._translate_child(subschema, f"prefixItems/{number}", item)
-                for number, item in enumerate(prefix_items)
-            ]
-        if later_items is not None:
-            translated["items"] = self._translate_child(subschema, later_key, later_items)
+        if "prefixItems" in schema and not isinstance(schema["prefixItems"], list):
+            raise UnsupportedSchema(subschema.path, "prefixItems", "it must be a list of schemas")
+        for key in ("prefixItems", "items", "additionalItems"):
+            items = schema.get(key)
+            if isinstance(items, list):
+                translated[key] = [
+                    self._translate_child(subschema, f"{key}/{number}", item)
+                    for number, item in enumerate(items)
+                ]
+            elif items is not None:
+                translated[key] = self._translate_child(subschema, key, items)
 
     def _check_unsupported(self, subschema: Subschema) -> None:
         """Raise UnsupportedSchema for a keyword that the compiler does not support, unless it has
@@ -515,29 +529,6 @@ class _SchemaTranslator:
             raise UnsupportedSchema(path, keyword, why)
 
     # The properties of an object that combines several subschemas.
-
-    def _may_close(self, subschema: Subschema) -> bool:
-        """Return whether none of the combined subschemas has a rule for further properties."""
-        return all(
-            "additionalProperties" not in part.schema and "unevaluatedProperties" not in part.schema
-            for part in self._combined_subschemas(subschema, set())
-        )
-
-    def _property_names(self, subschema: Subschema) -> tuple[set[str], set[str]]:
-        """Return the names of properties that the combined subschemas list or require, and their
-        patterns of names."""
-        names: set[str] = set()
-        patterns: set[str] = set()
-        for part in self._combined_subschemas(subschema, set()):
-            for key, collected in (("properties", names), ("patternProperties", patterns)):
-                listed = part.schema.get(key)
-                if isinstance(listed, dict):
-                    collected |= set(listed)
-            required = part.schema.get("required")
-            if isinstance(required, list):
-                names |= {name for name in required if isinstance(name, str)}
-        patterns = {pattern for pattern in patterns if _is_supported("pattern", pattern)}
-        return names, patterns
 
     def _combined_subschemas(self, subschema: Subschema, visited: set[int]) -> Iterator[Subschema]:
         """Yield a subschema and all that apply to the same value: the target of its $ref and its

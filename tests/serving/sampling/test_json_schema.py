@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from crossover.serving.errors import Unsupported
 from crossover.serving.sampling.grammar import CallableTool, Grammars, Matcher, ToolCalls
+from crossover.serving.sampling.json_schema import prepare_schema
 from crossover.serving.sampling.step_inputs import Sampling
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
@@ -201,6 +202,14 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5},
         *(["4"], ["3", "6"]),
     ),
+    "a bound that is not exclusive": (
+        {"type": "number", "maximum": 5, "exclusiveMaximum": False, "exclusiveMinimum": True},
+        *(["5", "-7"], ["6"]),
+    ),
+    "a rule for the items after no tuple": (
+        {"type": "array", "items": {"type": "integer"}, "additionalItems": False},
+        *(["[1,2]"], ['["x"]']),
+    ),
     "whole counts": (
         {"type": "array", "minItems": 1.0, "maxItems": 2.0},
         *(["[1]"], ["[]", "[1,2,3]"]),
@@ -365,6 +374,21 @@ def test_a_schema_that_is_none_is_refused_in_either_case(schema: Any) -> None:
         assert "'lookup'" in str(caught.value) and caught.value.parameter == "tools"
     with pytest.raises(Unsupported, match="schema cannot be used"):
         opened(schema)
+
+
+@pytest.mark.parametrize("own_names", [0, 1])
+@pytest.mark.parametrize(("names", "objects"), [(300, 300), (2000, 1000)])
+def test_a_translation_is_at_most_ten_times_its_schema(
+    names: int, objects: int, own_names: int
+) -> None:
+    """Each of many objects combines its properties with those of one long list."""
+    base = {"$anchor": "b", "properties": {f"n{number}": {} for number in range(names)}}
+    branches = [
+        {"$ref": "#b", "properties": {f"o{number}": {} for _ in range(own_names)}}
+        for number in range(objects)
+    ]
+    schema = {"$defs": {"b": base}, "anyOf": branches}
+    assert len(json.dumps(prepare_schema(schema))) < 10 * len(json.dumps(schema))
 
 
 # --- any schema
