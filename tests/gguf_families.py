@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,25 @@ def deepseek_metadata(s: Sizes) -> Metadata:
     }
 
 
-def granite_metadata(s: Sizes) -> Metadata:
-    scales = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
-    kv_heads = [s.kv_heads if layer % 4 == 3 else 0 for layer in range(s.layers)]
-    more = {"feed_forward_length": s.expert_inner, "attention.head_count_kv": kv_heads}
-    return attention_metadata(s) | has_mamba(s) | experts_metadata(s, shared=True) | scales | more
+def granite(attends: Callable[[int], bool]) -> Family:
+    """`attends`: whether a layer, by its number, has attention; the others are Mamba."""
+
+    def layer(s: Sizes, number: int) -> Shapes:
+        return (attention(s) if attends(number) else mamba2(s)) | experts(s, shared=True)
+
+    def metadata(s: Sizes) -> Metadata:
+        return {
+            **attention_metadata(s),
+            **has_mamba(s),
+            **experts_metadata(s, shared=True),
+            **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), 1.0),
+            "feed_forward_length": s.expert_inner,
+            "attention.head_count_kv": [
+                s.kv_heads if attends(number) else 0 for number in range(s.layers)
+            ],
+        }
+
+    return Family(layer, metadata, "granitehybrid")
 
 
 def lfm2_metadata(s: Sizes) -> Metadata:
@@ -131,30 +146,32 @@ def lfm2_metadata(s: Sizes) -> Metadata:
     return attention_metadata(s) | {"shortconv.l_cache": 3, "attention.head_count_kv": kv_heads}
 
 
-def nemotron_layer(s: Sizes, layer: int) -> Shapes:
-    """Layers of one kind each: Mamba, experts, attention."""
-    norm: Shapes = {"attn_norm": (s.hidden,)}
-    if layer % 3 == 0:
-        return mamba2(s)
-    if layer % 3 == 1:
+def nemotron(kind: Callable[[int], str]) -> Family:
+    """`kind`: of a layer, by its number: "M" (Mamba), "E" (experts) or "*" (attention)."""
+
+    def layer(s: Sizes, number: int) -> Shapes:
+        if kind(number) == "M":
+            return mamba2(s)
+        if kind(number) == "*":
+            return attention(s)
         blocks = without_norm(experts(s, shared=True, gate=False))
-        return norm | blocks | {"exp_probs_b.bias": (s.experts,)}
-    return attention(s)
+        return {"attn_norm": (s.hidden,)} | blocks | {"exp_probs_b.bias": (s.experts,)}
 
+    def metadata(s: Sizes) -> Metadata:
+        kinds = [kind(number) for number in range(s.layers)]
+        return {
+            **attention_metadata(s),
+            **has_mamba(s),
+            **experts_metadata(s, shared=True),
+            "feed_forward_length": [s.inner if one == "E" else 0 for one in kinds],
+            "attention.head_count_kv": [s.kv_heads if one == "*" else 0 for one in kinds],
+            "expert_shared_count": 1,
+            "attention.layer_norm_epsilon": 1e-5,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.0,
+        }
 
-def nemotron_metadata(s: Sizes) -> Metadata:
-    kinds = range(s.layers)
-    return {
-        **attention_metadata(s),
-        **has_mamba(s),
-        **experts_metadata(s, shared=True),
-        "feed_forward_length": [s.inner if layer % 3 == 1 else 0 for layer in kinds],
-        "attention.head_count_kv": [s.kv_heads if layer % 3 == 2 else 0 for layer in kinds],
-        "expert_shared_count": 1,
-        "attention.layer_norm_epsilon": 1e-5,
-        "expert_weights_norm": True,
-        "expert_weights_scale": 1.0,
-    }
+    return Family(layer, metadata, "nemotron_h_moe")
 
 
 FAMILIES: dict[str, Family] = {
@@ -194,11 +211,7 @@ FAMILIES: dict[str, Family] = {
         lambda s: attention_metadata(s) | has_mamba(s),
         "falcon-h1",
     ),
-    "granitehybrid": Family(
-        lambda s, layer: (attention(s) if layer % 4 == 3 else mamba2(s)) | experts(s, shared=True),
-        granite_metadata,
-        "granitehybrid",
-    ),
+    "granitehybrid": granite(lambda layer: layer % 4 == 3),
     "lfm2": Family(
         lambda s, layer: (
             (attention(s, norms=True) if layer % 3 == 2 else short_convolution(s)) | mlp(s)
@@ -217,7 +230,7 @@ FAMILIES: dict[str, Family] = {
         lambda s: attention_metadata(s) | delta_net_metadata(s) | experts_metadata(s, shared=True),
         "qwen3next",
     ),
-    "nemotron_h_moe": Family(nemotron_layer, nemotron_metadata, "nemotron_h_moe"),
+    "nemotron_h_moe": nemotron(lambda layer: "ME*"[layer % 3]),
 }
 # The families whose tiny model differs from Sizes(). Nemotron has lists of more than 64 layers in
 # its metadata.

@@ -11,41 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crossover.models.gguf.shapes import Family, Metadata, Shapes, Sizes, attention, experts
+from crossover.models.gguf.shapes import Family, Sizes
 from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_spec import ModelSpec
-from tests.gguf_families import FAMILIES, mamba2, nemotron_metadata, without_norm, write_file
+from tests.gguf_families import FAMILIES, granite, nemotron, write_file
 
 NEMOTRON_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 GRANITE_ATTENTION = (5, 15, 25, 35)
-
-
-def _granite(s: Sizes, layer: int) -> Shapes:
-    attending = layer in GRANITE_ATTENTION
-    return (attention(s) if attending else mamba2(s)) | experts(s, shared=True)
-
-
-def _granite_metadata(s: Sizes) -> Metadata:
-    counts = [s.kv_heads if layer in GRANITE_ATTENTION else 0 for layer in range(s.layers)]
-    return FAMILIES["granitehybrid"].metadata(s) | {"attention.head_count_kv": counts}
-
-
-def _nemotron(s: Sizes, layer: int) -> Shapes:
-    kind = NEMOTRON_LAYERS[layer]
-    if kind == "M":
-        return mamba2(s)
-    if kind == "*":
-        return attention(s)
-    blocks = without_norm(experts(s, shared=True, gate=False))
-    return {"attn_norm": (s.hidden,)} | blocks | {"exp_probs_b.bias": (s.experts,)}
-
-
-def _nemotron_metadata(s: Sizes) -> Metadata:
-    kinds = NEMOTRON_LAYERS
-    return nemotron_metadata(s) | {
-        "feed_forward_length": [s.expert_inner if kind == "E" else 0 for kind in kinds],
-        "attention.head_count_kv": [s.kv_heads if kind == "*" else 0 for kind in kinds],
-    }
 
 
 SHAPES: dict[str, tuple[Family, Sizes]] = {
@@ -68,7 +40,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "granite-4.0-h-tiny": (
-        Family(_granite, _granite_metadata, "granitehybrid"),
+        granite(lambda layer: layer in GRANITE_ATTENTION),
         Sizes(
             layers=40,
             hidden=1536,
@@ -106,7 +78,7 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
         ),
     ),
     "nemotron-3-nano-30b-a3b": (
-        Family(_nemotron, _nemotron_metadata, "nemotron_h_moe"),
+        nemotron(lambda layer: NEMOTRON_LAYERS[layer]),
         Sizes(
             layers=52,
             hidden=2688,
