@@ -44,7 +44,7 @@ def test_a_folder_is_run_by_onnx_and_torch(place: Path) -> None:
 
 
 def test_a_model_of_the_ladder_is_its_shape_whatever_lies_around(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
     found = identify("1B")
@@ -54,6 +54,10 @@ def test_a_model_of_the_ladder_is_its_shape_whatever_lies_around(
         ladder_model("1b").spec,
     )
     assert identify("./1b").name == "1b-folder", "it is not taken for the ladder's"
+    shutil.copytree(place / "1b", tmp_path / "20b")
+    monkeypatch.chdir(tmp_path)
+    assert (identify("20b").name, identify("20b").kind) == ("gpt-oss-20b", "gguf")
+    assert identify("./20b").name == "20b-folder", "of a ladder model for llama.cpp, too"
 
 
 def test_published_weights_of_a_package() -> None:
@@ -89,6 +93,7 @@ def test_a_model_of_the_hub_is_known_by_its_id_before_it_is_here(
     ("given", "name"),
     [
         ("135M", "smollm2-135m"),
+        ("30b-a3b", "qwen3-30b-a3b"),
         ("/a/b/x-Q4_K_M.gguf", "x-Q4_K_M"),
         ("big-00001-of-00003.gguf", "big"),
         ("/a/Qwen3-0.6B/", "Qwen3-0.6B"),

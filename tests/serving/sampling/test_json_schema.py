@@ -391,6 +391,17 @@ def test_a_translation_is_at_most_ten_times_its_schema(
     assert len(json.dumps(prepare_schema(schema))) < 10 * len(json.dumps(schema))
 
 
+def test_two_tools_whose_schemas_have_the_same_id_keep_their_own_definitions() -> None:
+    def schema(value: str) -> dict[str, Any]:
+        definitions = {"s": {"enum": [value]}}
+        return with_s("t.json#/definitions/s", definitions=definitions, **{"$id": "t.json"})
+
+    matcher = opened_tool(schema("x"), False, "f", CallableTool("g", schema("y")))
+    for name, taken, refused in (("f", "x", "y"), ("g", "y", "x")):
+        assert takes(matcher, f'[{{"name":"{name}","arguments":{{"s":"{taken}"}}}}]')
+        assert not takes(matcher, f'[{{"name":"{name}","arguments":{{"s":"{refused}"}}}}]')
+
+
 # --- any schema
 
 NAMES = st.sampled_from(["a", "b", "$ref", "type", "é"])
