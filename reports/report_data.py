@@ -475,7 +475,7 @@ def _cell_of(
     if calibrated is not None and (calibrated.step_times is None or calibrated.policy is None):
         calibrated = None
     capacity = None
-    if slo == _campaign_part(run.manifest, "slo", Slo):
+    if slo.is_same_promise(_campaign_part(run.manifest, "slo", Slo)):
         capacity = _journal_capacity(events)
     if capacity is None and levels:
         capacity = _estimated_capacity(levels, slo, calibrated, traffic, min_level_seconds)

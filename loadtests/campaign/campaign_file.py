@@ -46,7 +46,7 @@ from crossover.models.weights.weight_formats import DEFAULT_FORMATS, known_forma
 from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
 from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
-from crossover.serving.capacity.slo import LIMITS, SLO_PRESETS, Slo
+from crossover.serving.capacity.slo import SLO_PRESETS, Limits, Slo
 from crossover.serving.errors import BackendUnavailable, ServingError, WorkloadError
 from crossover.serving.option_help import Count, Positive, Seconds, Share
 from crossover.serving.placement.fastest_backend import BEST
@@ -141,27 +141,13 @@ REFUSED_SERVER_OPTIONS = {
 }
 
 
-class SloSpec(Table, frozen=True):
+class SloSpec(Table, Limits, frozen=True):
     """A preset, possibly with changes, or your own SLO."""
 
     preset: Annotated[
         str | None, key("Preset to start from: chat, interactive, reading, batch, ...")
     ] = None
     name: Annotated[str | None, key("Name of the SLO in reports.")] = None
-    ttft_seconds: Annotated[
-        Positive | None, key("Limit of the time to first token, in seconds.")
-    ] = None
-    tpot_seconds: Annotated[
-        Positive | None,
-        key("Limit of the time per output token, over reasoning and answer alike, in seconds."),
-    ] = None
-    ttfa_seconds: Annotated[
-        Positive | None,
-        key("Limit of the time to the first token of the answer, behind all reasoning."),
-    ] = None
-    e2e_seconds: Annotated[
-        Positive | None, key("Limit of the time to the end of the answer, in seconds.")
-    ] = None
     target: Annotated[
         Share | None, key("SLO attainment to reach: the share of requests that meet every limit.")
     ] = None
@@ -433,8 +419,8 @@ def slo_of(spec: str | SloSpec) -> Slo:
     del fields["preset"]
     changes = {name: value for name, value in fields.items() if value is not None}
     if spec.preset is None:
-        return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
-    if changes.keys() & set(LIMITS.values()):
+        return Slo(**{"name": "own", **changes})
+    if changes.keys() & set(Limits.__struct_fields__):
         changes.setdefault("name", f"{spec.preset} (changed)")
     return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 

@@ -18,7 +18,6 @@ from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.errors import printable
-from crossover.serving.capacity.slo import LIMITS
 from crossover.serving.workload.request_lengths import in_words
 
 
@@ -82,11 +81,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
 def _requirements(campaign: Campaign) -> str:
     """Return the SLO and the lengths of requests in words."""
     slo = campaign.slo
-    limits = [
-        f"{name.upper()} {formatting.limit(value)}"
-        for name, key in LIMITS.items()
-        if (value := getattr(slo, key)) is not None
-    ]
+    limits = [f"{name.upper()} {formatting.limit(limit)}" for name, limit in slo.limits.items()]
     return (
         f"SLO {slo.name}: {', '.join(limits) or 'no limits'} for {100 * slo.target:.4g} % of "
         f"requests; {in_words(campaign.workload)}"

@@ -522,7 +522,7 @@ def models_around_limit(
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
         step_times_of[name] = step_times.slower(factor)
         unloaded = SimulatedServer(step_times_of[name], settings, lengths).alone()
-        if unloaded.meets(slo).mean() < slo.target:
+        if slo.met_by(unloaded).mean() < slo.target:
             break
     return {
         name: capacity(step_times_of[name], settings, lengths, slo)

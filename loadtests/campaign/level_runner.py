@@ -266,11 +266,10 @@ OpenBench = Callable[[CellState], AbstractContextManager[ServerBench]]
 
 def _drain_seconds(campaign: Campaign) -> float:
     """Return how long a level waits for answers after its last scheduled time."""
-    slo = campaign.slo
-    if slo.ttft_seconds is None or slo.tpot_seconds is None:
-        return MAX_DRAIN_SECONDS
     tokens = min(campaign.workload.most_output_tokens, MAX_DRAIN_TOKENS)
-    answer_seconds = slo.ttft_seconds + slo.tpot_seconds * tokens  # the longest within the SLO
+    answer_seconds = campaign.slo.longest_answer_seconds(tokens)
+    if answer_seconds is None:
+        return MAX_DRAIN_SECONDS
     return min(MAX_DRAIN_SECONDS, max(MIN_DRAIN_SECONDS, 2 * answer_seconds))
 
 

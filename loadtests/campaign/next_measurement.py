@@ -36,7 +36,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
-from crossover.serving.capacity.slo import LIMITS, Slo, Verdict, requests_to_hold
+from crossover.serving.capacity.slo import Slo, Verdict, requests_to_hold
 from crossover.serving.workload.conversations import session_seconds
 from crossover.serving.workload.request_lengths import Workload
 
@@ -147,7 +147,7 @@ class CellProgress:
     @property
     def has_latency_limit(self) -> bool:
         """Whether the SLO limits a latency. Otherwise step times do not tell whether it is met."""
-        return any(getattr(self.slo, name) is not None for name in LIMITS.values())
+        return bool(self.slo.limits)
 
     def verdict(self, level: Level) -> Verdict:
         return level.judge(self.slo).verdict

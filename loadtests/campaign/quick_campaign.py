@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
+from crossover.loadtests.campaign.campaign_file import Plan, SloSpec, parse_campaign
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.openai_endpoint import Target
-from crossover.serving.capacity.slo import LIMITS, Slo
+from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 DEFAULT_SECONDS = 90.0
@@ -83,8 +83,8 @@ def fitting_workload(workload: Workload, context_tokens: int | None) -> Workload
 
 def _slo_keys(slo: Slo) -> dict[str, Any]:
     """Return the keys of an SLO as a campaign file has them, without limits that are None."""
-    keys = ("name", *LIMITS.values(), "target")
-    return {key: value for key in keys if (value := getattr(slo, key)) is not None}
+    keys = SloSpec.__struct_fields__
+    return {key: value for key in keys if (value := getattr(slo, key, None)) is not None}
 
 
 def _keys_that_differ(struct: msgspec.Struct) -> dict[str, Any]:

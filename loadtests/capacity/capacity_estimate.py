@@ -226,9 +226,7 @@ def shortest_level(slo: Slo, answer_seconds: float | None, min_level_seconds: fl
 
 def shortest_bounding_level(slo: Slo) -> float:
     """Return the seconds of the shortest window that can bound the capacity from below."""
-    limits = (slo.ttft_seconds, slo.ttfa_seconds, slo.e2e_seconds)  # those that a queue exceeds
-    shortest_limit = min((limit for limit in limits if limit is not None), default=0.0)
-    return max(MIN_BOUNDING_SECONDS, BOUNDING_LIMITS * shortest_limit)
+    return max(MIN_BOUNDING_SECONDS, BOUNDING_LIMITS * (slo.shortest_queueing_limit or 0.0))
 
 
 def _misses_unloaded(judged_levels: Sequence[JudgedLevel], slo: Slo) -> Capacity | None:

@@ -26,7 +26,7 @@ from crossover.serving.capacity.simulated_capacity import (
     PrefixReuse,
     capacity,
 )
-from crossover.serving.capacity.slo import LIMITS, Slo
+from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
@@ -112,10 +112,9 @@ def _easier_slos(slo: Slo) -> Iterator[list[Alternative]]:
     replace = msgspec.structs.replace
     targets = [target for target in TARGETS if target < slo.target]
     yield [Alternative("target", f"{value:g}", replace(slo, target=value)) for value in targets]
-    for key in LIMITS.values():
-        limit = getattr(slo, key)
-        if limit is not None:
-            values = [limit * factor for factor in LIMIT_FACTORS]
-            yield [
-                Alternative(key, f"{value:.3g}", replace(slo, **{key: value})) for value in values
-            ]
+    for name, limit in slo.limits.items():
+        values = [limit * factor for factor in LIMIT_FACTORS]
+        yield [
+            Alternative(f"{name}_seconds", f"{value:.3g}", slo.with_limits(**{name: value}))
+            for value in values
+        ]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from crossover.loadtests.errors import Incomplete, LoadError
 from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
-from crossover.serving.capacity.slo import parse_slo
+from crossover.serving.capacity.slo import LIMITS_HELP, parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Count, Positive, option
 
@@ -31,9 +31,8 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
         option(
             "",
             "SLO: a preset (chat: TTFT 2 s, TPOT 0.1 s; interactive: 0.5 s, 0.03 s; reading: 5 s, "
-            "0.2 s; batch: no limits), or your own limits in seconds, all of which a request must "
-            "meet: ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95 (ttfa: time to the first token after "
-            "reasoning; e2e: time of the complete answer).",
+            f"0.2 s; batch: no limits), or {LIMITS_HELP}, all of which a request must meet: "
+            "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95.",
         ),
     ] = "chat"
 

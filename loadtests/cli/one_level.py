@@ -18,7 +18,7 @@ from crossover.loadtests.load_generator.openai_endpoint import probe
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models import formatting
-from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
 
 def measure(plan: LoadPlan) -> Level:
@@ -77,11 +77,8 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     statistics = ["mean", *(name for name, _ in PERCENTILES)]  # fields of Distribution
     table = Table("", *statistics, box=None, pad_edge=False)
     for title, values in (
-        ("TTFT", level.ttft[counted]),
-        ("TTFA", level.ttfa[counted]),
-        ("TPOT", level.tpot[counted]),
+        *((name.upper(), getattr(level, name)[counted]) for name in LIMITED_TIMES),
         ("ITL", level.itl),
-        ("E2E", level.e2e[counted]),
         ("send delay", level.send_delay[counted]),
     ):
         times = distribution(values)

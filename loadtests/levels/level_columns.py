@@ -162,13 +162,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def ttfa(self) -> Floats:
-        """[requests]: TTFA in seconds; inf: failed, cut off, or nothing but reasoning.
-
-        nan for all requests: the records are older than this time.
-        """
+        """[requests]: TTFA in seconds; inf: failed, cut off, or nothing but reasoning."""
         times = self.first_answer - self.due
-        is_known = bool(np.isfinite(self.first_answer).any())
-        return np.where(self.failed | (np.isnan(times) & is_known), np.inf, times)
+        return np.where(self.failed | np.isnan(times), np.inf, times)
 
     @cached_property
     def e2e(self) -> Floats:
@@ -214,24 +210,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         gaps: Floats = np.diff(self.chunks)[is_same_request & self.counted[request_of_chunk[1:]]]
         return gaps
 
-    def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        """[requests]: whether each meets the SLO. An answer of one chunk has no TPOT, so it meets
-        that limit."""
-        good = ~self.failed
-        if slo.ttft_seconds is not None:
-            good &= self.ttft <= slo.ttft_seconds
-        if slo.tpot_seconds is not None:
-            good &= np.isnan(self.tpot) | (self.tpot <= slo.tpot_seconds)
-        if slo.ttfa_seconds is not None:
-            good &= self.ttfa <= slo.ttfa_seconds
-        if slo.e2e_seconds is not None:
-            good &= self.e2e <= slo.e2e_seconds
-        return good
-
     def judge(self, slo: Slo) -> Judged:
         """Return whether the level meets the SLO, and with which bounds. The requests of a single
         stream are independent; others are divided by the design effect."""
-        good = self.good(slo)[self.counted]
+        good = slo.met_by(self)[self.counted]
         due_count, good_count = len(good), int(good.sum())
         effect = 1.0 if self.is_single_stream else design_effect(good)
         low, high = wilson(good_count / effect, due_count / effect, slo.confidence)

@@ -109,9 +109,9 @@ def _of_load(level: Level, slo: Slo) -> Observations:
         yield "GeneratorBusy", SERIOUS, f"the load generator was busy {busy_share:.0%} of the time"
     delay = send_delay_p99(level)
     median_ttft = distribution(level.ttft[level.counted]).median_or_mean
-    # A delay below 1 % of the TTFT limit does not decide whether a request meets the SLO.
-    typical_ttft = max(median_ttft or 0.0, slo.ttft_seconds or 0.0)
-    max_delay = max(LATE_FLOOR_SECONDS, LATE_SHARE * typical_ttft)
+    # A delay below 1 % of the shortest limit does not decide whether a request meets the SLO.
+    short_time = max(median_ttft or 0.0, slo.shortest_queueing_limit or 0.0)
+    max_delay = max(LATE_FLOOR_SECONDS, LATE_SHARE * short_time)
     if delay is not None and median_ttft is not None and delay > max_delay:
         text = f"requests were sent {formatting.seconds(delay, 3)} after their scheduled time (p99)"
         yield "LateSends", SERIOUS, text

@@ -192,7 +192,7 @@ def _single_stream_cell(cell: CellData, slo: Slo) -> TableCell:
     detail = f"{times.origin}; too few to tell whether they meet the SLO"
     simulated = _simulated_single_stream(cell)
     if simulated is not None:
-        attainment = float(simulated.meets(slo).mean())
+        attainment = float(slo.met_by(simulated).mean())
         attainment_words = formatting.share(attainment, 2)
         verdict = "met" if attainment >= slo.target else f"{attainment_words} attainment"
         detail += f"; simulated SLO attainment {attainment_words}"

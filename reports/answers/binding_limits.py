@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import inf
 
 import msgspec
 
@@ -18,6 +17,7 @@ from crossover.serving.capacity.binding_limit import (
     BindingLimit,
     binding_limit,
     by_other_processes,
+    missed_unloaded,
 )
 from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, server_of
 from crossover.serving.capacity.slo import Slo
@@ -26,7 +26,7 @@ from crossover.serving.capacity.slo import Slo
 @lru_cache(maxsize=64)
 def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
     """Return what limits a configuration. None where its step times or its capacity are not known,
-    or where the SLO limits neither TTFT nor TPOT."""
+    or where the SLO has no limit."""
     binding = _binding_on_any_device(cell, slo)
     if binding is None or cell.side != GPU:
         return binding
@@ -34,7 +34,7 @@ def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
 
 
 def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
-    if (slo.ttft_seconds is None and slo.tpot_seconds is None) or cell.capacity is None:
+    if not slo.limits or cell.capacity is None:
         return None
     taken_share = taken_share_of(cell)
     if taken_share is not None and taken_share >= MIN_TAKEN:
@@ -54,19 +54,12 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
 
 
 def _missed_unloaded(cell: CellData, slo: Slo) -> BindingLimit | None:
-    """Return which of the two limits more of the measured single requests miss; None: they miss
-    neither, or none was measured."""
-    missed_ttft = missed_tpot = 0
-    for level in (measured.level for measured in cell.levels):
-        if level.is_single_stream and level.counts:
-            ttft, tpot = level.ttft[level.counted], level.tpot[level.counted]
-            missed_ttft += int((ttft > (slo.ttft_seconds or inf)).sum())
-            missed_tpot += int((tpot > (slo.tpot_seconds or inf)).sum())
-    if not missed_ttft and not missed_tpot:
+    """Return the limit that most of the measured single requests miss; None: they miss none, or
+    none was measured."""
+    streams = [level for level in cell.single_stream_levels if level.counts]
+    if all(slo.met_by(times).all() for times in streams):
         return None
-    if missed_ttft >= missed_tpot:
-        return BindingLimit(kind="unloaded_ttft", rate=0.0)
-    return BindingLimit(kind="unloaded_tpot", rate=0.0)
+    return missed_unloaded(streams, slo)
 
 
 def taken_share_of(cell: CellData) -> float | None:

@@ -17,7 +17,7 @@ from crossover.reports.answers.binding_limits import taken_share_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
-from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
 
 def headline(answers: Sequence[ModelAnswer], data: ReportData) -> str:
@@ -224,17 +224,10 @@ def whole_machine_words(data: ReportData) -> str:
 
 def slo_words(slo: Slo) -> str:
     """Return `first token within 2 s, then 200 ms a token, for 90 % of requests`."""
-    limits = []
-    if slo.ttft_seconds is not None:
-        limits.append(f"first token within {formatting.limit(slo.ttft_seconds)}")
-    if slo.tpot_seconds is not None:
-        limits.append(f"then {formatting.limit(slo.tpot_seconds)} a token")
-    if slo.ttfa_seconds is not None:
-        limits.append(
-            f"first token of the answer itself within {formatting.limit(slo.ttfa_seconds)}"
-        )
-    if slo.e2e_seconds is not None:
-        limits.append(f"whole answer within {formatting.limit(slo.e2e_seconds)}")
+    limits = [
+        LIMITED_TIMES[name].words.format(formatting.limit(limit))
+        for name, limit in slo.limits.items()
+    ]
     return f"{', '.join(limits) or 'no limit'}, for {formatting.share(slo.target)} of requests"
 
 

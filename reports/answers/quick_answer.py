@@ -107,17 +107,11 @@ def quick_answer(
         reason="" if is_estimated else _why_no_capacity(cell, data),
         users=_users_of(cell, think_seconds) if is_estimated else None,
         slots=None if cell.policy is None else cell.policy.slots,
-        binding=None if _has_other_limits(data.slo) else binding_of(cell, data.slo),
+        binding=binding_of(cell, data.slo),
         takeover=_takeover_of(cell, data.slo),
         notes=(*_notes_of(cell), *notes),
         run=cell.folder,
     )
-
-
-def _has_other_limits(slo: Slo) -> bool:
-    """Whether the SLO limits more than TTFT and TPOT. The binding limit is known only for those
-    two."""
-    return slo.ttfa_seconds is not None or slo.e2e_seconds is not None
 
 
 class FailedRequests(NamedTuple):

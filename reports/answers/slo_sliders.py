@@ -140,7 +140,7 @@ def _entry(
         return None
     lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
     server = server_of(cell.step_times, cell.policy, lengths, arrivals, REQUESTS)
-    meets_unloaded, capacities = _capacities(server, grid)
+    meets_unloaded, capacities = _capacities(server, answer.slo, grid)
     if cell.estimated_rate and capacities[run_index] > 0:
         # Under the run's SLO the sliders must show the capacity that the table shows.
         capacities *= cell.estimated_rate / capacities[run_index]
@@ -150,7 +150,7 @@ def _entry(
     if cell.spec is not None and answer.gpu is None:
         required_rates = np.maximum(capacities * MIN_GAIN, MIN_RATE)
         for service in gpus_that_fit(cell.spec, cell.traffic, MAX_GPUS):
-            _, low_ends = _capacities(simulation_of(service, SLOW_STEPS), grid)
+            _, low_ends = _capacities(simulation_of(service, SLOW_STEPS), answer.slo, grid)
             is_first_to_serve = (takeover < 0) & (low_ends >= required_rates)
             takeover = np.where(is_first_to_serve, len(gpus), takeover)
             price = formatting.dollars_per_hour(service.machine.dollars_per_hour)
@@ -171,9 +171,9 @@ def _entry(
     )
 
 
-def _capacities(server: Server, grid: Grid) -> tuple[Array, Array]:
+def _capacities(server: Server, slo: Slo, grid: Grid) -> tuple[Array, Array]:
     """Return two arrays with a value for every point of the grid: whether single requests meet the
-    SLO, and the capacity in requests/s (0.0 where they do not)."""
+    SLO with its limits and target, and the capacity in requests/s (0.0 where they do not)."""
     rates = server.saturated_rate() * np.geomspace(MIN_LOAD, MAX_LOAD, RATES)
     simulations = [server.play(float(rate)) for rate in rates]
     single_stream = server.alone()
@@ -181,8 +181,9 @@ def _capacities(server: Server, grid: Grid) -> tuple[Array, Array]:
     @cache
     def attainments(ttft: float, tpot: float) -> tuple[float, Array]:
         """Return the SLO attainment of single requests, and that at each of the rates."""
-        at_rates = np.array([simulated.good(ttft, tpot).mean() for simulated in simulations])
-        return float(single_stream.good(ttft, tpot).mean()), at_rates
+        slo_at_point = slo.with_limits(ttft=ttft, tpot=tpot)
+        at_rates = np.array([slo_at_point.met_by(simulated).mean() for simulated in simulations])
+        return float(slo_at_point.met_by(single_stream).mean()), at_rates
 
     meets_unloaded = np.array([attainments(ttft, tpot)[0] >= target for ttft, tpot, target in grid])
     crossings = [

@@ -41,7 +41,7 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
-from crossover.serving.capacity.slo import LIMITS, Slo, parse_slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, LIMITS_HELP, Slo, parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Positive, Seconds, option
 
@@ -79,8 +79,7 @@ class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
         option(
             "",
             "The latency target. A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, "
-            "0.03 s), reading (5 s, 0.2 s); or limits in seconds of ttft, tpot, ttfa (first token "
-            "of the answer, after reasoning) and e2e (whole answer): ttft=2,e2e=30,target=0.9.",
+            f"0.03 s), reading (5 s, 0.2 s); or {LIMITS_HELP}: ttft=2,e2e=30,target=0.9.",
         ),
     ] = "chat"
     workload: Annotated[
@@ -218,10 +217,10 @@ def _slo_of(options: QuickOptions) -> Slo:
         slo = parse_slo(options.slo)
     except ValueError as problem:
         raise LoadError(f"--slo {problem}") from None
-    if all(getattr(slo, name) is None for name in LIMITS.values()):
+    if not slo.limits:
         raise LoadError(
             f"--slo {options.slo!r} has no latency limit: without one, no rate is too high. Give "
-            f"at least one of {', '.join(LIMITS)}, such as ttft=10."
+            f"at least one of {', '.join(LIMITED_TIMES)}, such as ttft=10."
         )
     return slo
 

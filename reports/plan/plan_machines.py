@@ -3,9 +3,10 @@
     question = question_of_tables(tables, folder)
     candidates = candidates_of(question, report_progress)
 
-A run of the same model with the same requests and SLO gives its measured capacity, which may be
-confirmed. For other requests or another SLO, the step-time model of the run is simulated, and the
-capacity is estimated. The capacity of a machine.json file or a catalog device is predicted.
+A run of the same model with the same requests gives the capacity that its report states under the
+SLO of the plan, which may be confirmed. For other requests, the step-time model of the run is
+simulated, and the capacity is estimated. The capacity of a machine.json file or a catalog device is
+predicted.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, rea
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Z_90, Server, sd_of
+from crossover.serving.capacity.slo import Slo
 
 
 def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
@@ -76,8 +78,16 @@ def _runs_in(tables: dict[str, object]) -> list[str]:
 
 
 @lru_cache(maxsize=8)  # a plan reads a run for its workload, and again for its capacity
-def _read_run(folder: Path) -> ReportData:
-    return read_report(folder)
+def _read_run(folder: Path, slo: Slo | None = None) -> ReportData:
+    """Return the report of a run, by its own SLO or by that of the plan."""
+    return read_report(folder, slo)
+
+
+def _report_of(question: Question, run: str) -> ReportData:
+    """Return the report of a run under the SLO of the plan, so that plan and report agree."""
+    folder = question.folder / run
+    own = _read_run(folder)
+    return own if own.slo.is_same_promise(question.slo) else _read_run(folder, question.slo)
 
 
 def candidates_of(
@@ -126,7 +136,7 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
     both together. `number`: its index in [[machines]], for errors. Raises BadPlan."""
     try:
         if keys.run is not None:
-            candidates = _candidates_of_run(question, _read_run(question.folder / keys.run), keys)
+            candidates = _candidates_of_run(question, _report_of(question, keys.run), keys)
         elif keys.file is not None:
             machine = calibrated_machine(question.folder / keys.file)
             candidates = [_predicted_candidate(question, machine, question.weight_format)]
@@ -269,18 +279,18 @@ def _priced(
 
 
 def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
-    """Return one device of a measured machine, with its measured capacity if the run answers the
-    question, else with a simulated one. Raises BadPlan if the run has no step-time model."""
+    """Return one device of a measured machine, with its measured capacity if the run sent the
+    plan's requests, else with a simulated one. Raises BadPlan if there is no step-time model."""
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
-    if _answers_question(data, cell, question):
+    if _has_measured_requests(cell, question):
         candidate = _measured_candidate(name, cell.capacity, watts)
         return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
     if cell.step_times is None or cell.policy is None:
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
-            "known for other requests or another SLO"
+            "known for other requests"
         )
     # Load levels show by which factor steps are slower than the model says. If the machine's speed
     # changed during the run, that factor is known for only one of its speeds, so it does not count.
@@ -300,9 +310,11 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     )
     service = Service(machine, question.spec, cell.weight_format, question.traffic)
     candidate = _candidate(capacity_of(service, question.slo))
+    if candidate.rate is None or not question.slo.limits:
+        return candidate
     server = Server(step_times, cell.policy, question.traffic.lengths, question.traffic.arrivals)
-    binding = binding_limit(server, question.slo, candidate.rate or 0.0)
-    if binding is not None and cell.side != CPU:
+    binding = binding_limit(server, question.slo, candidate.rate)
+    if cell.side != CPU:
         binding = msgspec.structs.replace(binding, is_on_gpu=True)
     return msgspec.structs.replace(candidate, binding=binding)
 
@@ -341,18 +353,13 @@ def _measured_candidate(name: str, capacity: Capacity, watts: float | None) -> C
     )
 
 
-def _answers_question(data: ReportData, cell: CellData, question: Question) -> bool:
-    """Whether the run measured the lengths, arrivals and SLO that the plan asks about."""
+def _has_measured_requests(cell: CellData, question: Question) -> bool:
+    """Return whether the run measured requests of the plan's lengths and arrivals."""
     if cell.traffic is None:
         return False
     planned, measured = question.traffic.lengths, cell.traffic.lengths
     has_same_lengths = np.array_equal(planned.prompt, measured.prompt) and np.array_equal(
         planned.output, measured.output
     )
-    has_same_slo = (question.slo.ttft_seconds, question.slo.tpot_seconds, question.slo.target) == (
-        data.slo.ttft_seconds,
-        data.slo.tpot_seconds,
-        data.slo.target,
-    )
     has_same_arrivals = question.traffic.arrivals == cell.traffic.arrivals
-    return has_same_lengths and has_same_slo and has_same_arrivals
+    return has_same_lengths and has_same_arrivals

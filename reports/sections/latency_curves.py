@@ -1,4 +1,5 @@
-"""Latency against rate: the simulated curves of TTFT and TPOT, and every measured level as a dot.
+"""Latency against rate: the simulated curves of TTFT, TPOT and the
+other times that the SLO limits, and every measured level as a dot.
 
 The reader sees at a glance whether simulation and measurement agree.
 """
@@ -27,13 +28,13 @@ from crossover.reports.chart_style import (
 from crossover.reports.report_data import SIDES, CellData, ReportData
 from crossover.reports.sections.section import Chart, ChartGroup, Picture
 from crossover.serving.capacity.simulated_capacity import server_of
-from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
 POINTS = 14  # of a curve
 REQUESTS = 1_000  # of the simulation of each point
 QUANTILES = {"median": 0.5, "90th percentile": 0.9}
 COLORS = {"median": CPU, "90th percentile": "#d55e00"}
-TITLES = {"ttft": "Time to first token", "tpot": "Time per output token"}
+SHOWN_TIMES = ("ttft", "tpot")  # besides the times that the SLO limits
 MAX_TIMES_LIMIT = 8  # the axis of seconds ends at most at this many times the SLO's limit
 NEVER_SECONDS = 1e9  # stands for infinity; it is drawn at the top
 
@@ -71,7 +72,8 @@ def featured_cell(answers: Sequence[ModelAnswer], side: str) -> CellData | None:
 
 
 def charts_of(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
-    """Return the charts of TTFT and TPOT of one configuration; (): no rate is known."""
+    """Return the charts of TTFT, TPOT and the other times that the SLO limits, of one
+    configuration; (): no rate is known."""
     capacity = cell.capacity
     rates = [measured.level.rate for measured in cell.levels_under_load]
     if capacity is not None:
@@ -80,18 +82,21 @@ def charts_of(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
     if highest_rate is None:
         return ()
     curve_rates = np.geomspace(highest_rate / 12, highest_rate * 1.15, POINTS).tolist()
-    curves, dots = _simulated_rows(cell, curve_rates), _measured_rows(cell)
+    names = tuple(dict.fromkeys((*SHOWN_TIMES, *slo.limits)))
+    curves = _simulated_rows(cell, names, curve_rates)
+    dots = _measured_rows(cell, names)
     charts = []
-    for name, limit in (("ttft", slo.ttft_seconds), ("tpot", slo.tpot_seconds)):
+    for name in names:
         curve_rows = [row for row in curves if row["name"] == name]
         dot_rows = [row for row in dots if row["name"] == name]
         if curve_rows or dot_rows:
             ends = curve_rates[0], curve_rates[-1]
+            limit = slo.limits.get(name)
             charts.append(_chart(cell, name, curve_rows, dot_rows, limit, ends))
     return tuple(charts)
 
 
-def _simulated_rows(cell: CellData, rates: Sequence[float]) -> list[Row]:
+def _simulated_rows(cell: CellData, names: Sequence[str], rates: Sequence[float]) -> list[Row]:
     """Return a row for each rate, kind of latency and quantile; []: there is no step-time model."""
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return []
@@ -100,20 +105,20 @@ def _simulated_rows(cell: CellData, rates: Sequence[float]) -> list[Row]:
     rows: list[Row] = []
     for rate in rates:
         simulated = server.play(rate)
-        for name, latencies in (("ttft", simulated.ttft), ("tpot", simulated.tpot)):
+        for name in names:
             for quantile, q in QUANTILES.items():
-                seconds = float(np.nanquantile(latencies, q))
+                seconds = float(np.nanquantile(getattr(simulated, name), q))
                 if math.isfinite(seconds):
                     rows.append({"name": name, "rate": rate, "seconds": seconds, "of": quantile})
     return rows
 
 
-def _measured_rows(cell: CellData) -> list[Row]:
+def _measured_rows(cell: CellData, names: Sequence[str]) -> list[Row]:
     """Return a row for each level that counts, kind of latency and quantile."""
     rows: list[Row] = []
     for measured in cell.levels_under_load:
         rate = measured.level.rate
-        for name in TITLES:
+        for name in names:
             for quantile, q in QUANTILES.items():
                 if seconds := measured.quantile(name, q):
                     seconds = min(seconds, NEVER_SECONDS)
@@ -129,8 +134,9 @@ def _chart(
     limit: float | None,
     ends: tuple[float, float],
 ) -> Chart:
-    """Return the chart of `name`, "ttft" or "tpot". `limit`: of the SLO, seconds; `ends`: the rates
-    at which the axis begins and ends."""
+    """Return the chart of a time. `limit`: of the SLO, seconds; `ends`: the rates at which the axis
+    begins and ends."""
+    title = LIMITED_TIMES[name].title.capitalize()
     rows = [*curve_rows, *dot_rows]
     finite = [row["seconds"] for row in rows if row["seconds"] < NEVER_SECONDS]
     high = max(finite, default=1.0)
@@ -153,8 +159,8 @@ def _chart(
         layers += rate_line(cell.estimated_rate, f"capacity {capacity}", x)
     return Chart(
         slug=f"{name}-{cell.key}",
-        label=f"{TITLES[name]} of {cell.name} against the request rate: lines are "
+        label=f"{title} of {cell.name} against the request rate: lines are "
         "simulated from this run's step times, dots are measured levels.",
-        spec=layered(layers, 230, TITLES[name]),
+        spec=layered(layers, 230, title),
         half=True,
     )

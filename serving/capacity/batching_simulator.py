@@ -1,7 +1,7 @@
 """Simulation of continuous batching and prefix reuse: TTFT and TPOT of each simulated request.
 
     simulated = simulate(step_times, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
-    simulated.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()     # SLO attainment
+    slo.met_by(simulated).mean()     # SLO attainment
 
 The settings are the scheduler's (serving/engine/scheduler.py), and so is the rule of a step
 (serving/capacity/plan_step.py): it decodes one token of every sequence past its prompt, then
@@ -40,7 +40,6 @@ from crossover.serving.capacity.choose_slot import (
 )
 from crossover.serving.capacity.plan_step import plan_step
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
@@ -94,35 +93,6 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
             return self.ttft
         times: Array = self.ttft + self.reasoning_share * (self.e2e - self.ttft)
         return times
-
-    def good(
-        self,
-        ttft_seconds: float | None,
-        tpot_seconds: float | None,
-        *,
-        ttfa_seconds: float | None = None,
-        e2e_seconds: float | None = None,
-    ) -> npt.NDArray[np.bool_]:
-        """Return which requests kept all limits. None: no limit of that kind."""
-        good = np.ones(len(self.due), dtype=bool)
-        if ttft_seconds is not None:
-            good &= self.ttft <= ttft_seconds
-        if tpot_seconds is not None:
-            good &= ~(self.tpot > tpot_seconds)
-        if ttfa_seconds is not None:
-            good &= self.ttfa <= ttfa_seconds
-        if e2e_seconds is not None:
-            good &= self.e2e <= e2e_seconds
-        return good
-
-    def meets(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        """Return which requests meet the SLO."""
-        return self.good(
-            slo.ttft_seconds,
-            slo.tpot_seconds,
-            ttfa_seconds=slo.ttfa_seconds,
-            e2e_seconds=slo.e2e_seconds,
-        )
 
     def of(self, mask: npt.NDArray[np.bool_]) -> Simulated:
         """Return the requests that `mask` selects; `work` stays that of all requests."""

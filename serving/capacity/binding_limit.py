@@ -14,24 +14,22 @@ Other processes that took a tenth of the engine's time take precedence over all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from crossover.models import formatting
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server, crossing_of
-from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
-Flags = npt.NDArray[np.bool_]
 LimitKind = Literal[
-    "unloaded_ttft",
-    "unloaded_tpot",
+    "unloaded_prompt",
+    "unloaded_tokens",
     "prompts",
     "weights",
     "rows",
@@ -56,8 +54,8 @@ COSTS: dict[LimitKind, tuple[str, ...]] = {
 }
 
 KIND_WORDS: dict[LimitKind, str] = {
-    "unloaded_ttft": "the prompt of a single request",
-    "unloaded_tpot": "the tokens of a single request",
+    "unloaded_prompt": "the prompt of a single request",
+    "unloaded_tokens": "the tokens of a single request",
     "prompts": "reading prompts",
     "weights": "memory bandwidth",
     "rows": "computing tokens",
@@ -68,8 +66,8 @@ KIND_WORDS: dict[LimitKind, str] = {
 }
 INT8_ENGINE = "an engine that computes in int8 if this one does not"
 REMEDIES: dict[LimitKind, str] = {
-    "unloaded_ttft": f"a smaller model, a GPU, or {INT8_ENGINE}",
-    "unloaded_tpot": "a smaller model or weight format, or memory with more bandwidth",
+    "unloaded_prompt": f"a smaller model, a GPU, or {INT8_ENGINE}",
+    "unloaded_tokens": "a smaller model or weight format, or memory with more bandwidth",
     "prompts": f"shorter prompts, more cores, a GPU, or {INT8_ENGINE}",
     "weights": "a smaller model or weight format, or memory with more bandwidth",
     "rows": "more cores, a smaller model, or a GPU",
@@ -86,7 +84,7 @@ COST_WORDS: dict[LimitKind, str] = {
 }
 MIN_SHOWN_SHARE = 0.005  # of the busy time; less is shown as 0 %
 GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores do not help
-    "unloaded_ttft": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
+    "unloaded_prompt": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
     "prompts": "shorter prompts, reuse of prefixes, or a faster GPU",
     "rows": "a smaller model, or a faster GPU",
 }
@@ -107,9 +105,11 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
     kind: LimitKind
     rate: float  # the capacity, requests/s; 0.0: a single request misses the SLO
     shares: BusyShares | None = None  # None: nothing was simulated
-    # Of the requests that missed the SLO: the share that missed the TTFT limit (the others missed
-    # TPOT), and the share that had waited for a slot or for KV memory.
-    late_by_ttft_share: float | None = None
+    # The time whose limit most of the requests that miss the SLO miss first, in the order of
+    # LIMITED_TIMES, and their share of these requests; None: none of them misses the SLO.
+    missed_limit: str | None = None
+    missed_limit_share: float | None = None
+    # The share of the requests that miss the SLO that had waited for a slot or for KV memory.
     waited_share: float | None = None
     taken_share: float | None = None  # the share of the engine's time that other processes took
     # The capacity with the binding cost halved, or with twice the slots or KV memory, requests/s.
@@ -134,16 +134,18 @@ def binding_limit(
     if taken_share is not None and taken_share >= MIN_TAKEN:
         return by_other_processes(rate, taken_share)
     unloaded = server.alone()
-    if unloaded.good(slo.ttft_seconds, slo.tpot_seconds).mean() < slo.target or not rate:
-        return BindingLimit(kind=_unloaded(unloaded, slo), rate=0.0, taken_share=taken_share)
+    if slo.met_by(unloaded).mean() < slo.target or not rate:
+        unloaded_limit = missed_unloaded([unloaded], slo)
+        return msgspec.structs.replace(unloaded_limit, taken_share=taken_share)
     simulated = server.play(rate)
-    missed = ~simulated.good(slo.ttft_seconds, slo.tpot_seconds)
-    by_ttft = ~simulated.good(slo.ttft_seconds, None)
+    missed = ~slo.met_by(simulated)
+    missed_limit, missed_limit_share = _first_missed(simulated, slo)
     binding = BindingLimit(
         kind="weights",
         rate=rate,
         shares=busy_shares(server.step_times, simulated),
-        late_by_ttft_share=float(by_ttft[missed].mean()) if missed.any() else None,
+        missed_limit=missed_limit,
+        missed_limit_share=missed_limit_share,
         taken_share=taken_share,
     )
     gains = _Gains(server, slo)
@@ -252,11 +254,39 @@ def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
     )
 
 
-def _unloaded(unloaded: Simulated, slo: Slo) -> LimitKind:
-    """Return whether unloaded requests miss the TTFT or the TPOT limit more often."""
-    by_ttft = unloaded.good(slo.ttft_seconds, None).mean()
-    by_tpot = unloaded.good(None, slo.tpot_seconds).mean()
-    return "unloaded_ttft" if by_ttft <= by_tpot else "unloaded_tpot"
+def _first_missed(times: Times, slo: Slo) -> tuple[str | None, float | None]:
+    """Return the time whose limit most of the requests that miss the SLO miss first, and their
+    share of these requests; (None, None): all meet it."""
+    is_left = ~slo.met_by(times)
+    missed = int(is_left.sum())
+    counts: dict[str, int] = {}
+    for name, is_met in slo.met_limits(times).items():
+        counts[name] = int((is_left & ~is_met).sum())
+        is_left &= is_met
+    if not missed or not counts:
+        return None, None
+    name = max(counts, key=counts.__getitem__)
+    return name, counts[name] / missed
+
+
+def missed_unloaded(streams: Sequence[Times], slo: Slo) -> BindingLimit:
+    """Return the limit of a server whose single requests miss the SLO.
+
+    `streams`: times of single requests, simulated or measured. The limit that most of them miss
+    counts. The prompt binds if at least half of that time has passed at the first token.
+    """
+    missed = dict.fromkeys(slo.limits, 0)
+    for times in streams:
+        for name, is_met in slo.met_limits(times).items():
+            missed[name] += int((~is_met).sum())
+    name = max(missed, key=missed.__getitem__)
+    kind: LimitKind = "unloaded_tokens"
+    if LIMITED_TIMES[name].includes_queue:
+        first_tokens = np.concatenate([times.ttft for times in streams])
+        limited = np.concatenate([getattr(times, name) for times in streams])
+        if np.median(first_tokens) >= np.median(limited) / 2:
+            kind = "unloaded_prompt"
+    return BindingLimit(kind=kind, rate=0.0, missed_limit=name)
 
 
 def sentence_of(binding: BindingLimit) -> str:
@@ -264,10 +294,8 @@ def sentence_of(binding: BindingLimit) -> str:
     remedy = REMEDIES[binding.kind]
     if binding.is_on_gpu:
         remedy = GPU_REMEDIES.get(binding.kind, remedy)
-    if binding.kind == "unloaded_ttft":
-        return f"Even a single request misses the TTFT limit. What helps: {remedy}."
-    if binding.kind == "unloaded_tpot":
-        return f"Even a single request misses the TPOT limit. What helps: {remedy}."
+    if binding.kind in ("unloaded_prompt", "unloaded_tokens"):
+        return f"Even a single request misses {_missed_words(binding)}. What helps: {remedy}."
     subject = f"{binding.words[:1].upper()}{binding.words[1:]}"
     if binding.kind in ("slots", "kv_memory"):
         unit, waited_for = "tokens of KV memory", "it"
@@ -286,13 +314,18 @@ def sentence_of(binding: BindingLimit) -> str:
             f"its cores.{without_words} What helps: {remedy}."
         )
     late_words = ""
-    if binding.late_by_ttft_share is not None:
-        limit = "TTFT" if binding.late_by_ttft_share >= 0.5 else "TPOT"
-        late_words = f" Requests that miss the SLO mostly miss the {limit} limit."
+    if binding.missed_limit is not None:
+        late_words = f" Requests that miss the SLO mostly miss {_missed_words(binding)}."
     return (
         f"{subject} binds: halving {COST_WORDS[binding.kind]} would raise the capacity"
         f"{_rise(binding)}. It takes {_shares_words(binding)}.{late_words} What helps: {remedy}."
     )
+
+
+def _missed_words(binding: BindingLimit) -> str:
+    """Return `the TTFT limit`; `the SLO` if the limit is not known."""
+    name = binding.missed_limit
+    return "the SLO" if name is None else f"the {name.upper()} limit"
 
 
 def _shares_words(binding: BindingLimit) -> str:

@@ -241,7 +241,7 @@ def capacity(
             workload, requests, SEED, reused_share, reuse=reuse, reasoning_share=reasoning_share
         )
     server = Server(step_times, settings, workload, arrivals, count=requests)
-    unloaded_share = float(server.alone().meets(slo).mean())
+    unloaded_share = float(slo.met_by(server.alone()).mean())
     if unloaded_share < slo.target:
         return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
     rate = server.crossing(slo)
@@ -358,7 +358,7 @@ class Server:
 
     def share(self, rate: float, slo: Slo) -> float:
         """Return the SLO attainment at this rate."""
-        return float(self.play(rate).meets(slo).mean())
+        return float(slo.met_by(self.play(rate)).mean())
 
     def meets(self, rate: float, slo: Slo) -> bool:
         """Return whether the SLO attainment at this rate reaches the target.
@@ -399,7 +399,7 @@ class Server:
         ended = simulated.of(has_ended)
         is_counted = self._is_counted(ended.due, rate)
         count = int((~has_ended).sum() + is_counted.sum())
-        missed = int((is_counted & ~ended.meets(slo)).sum())
+        missed = int((is_counted & ~slo.met_by(ended)).sum())
         return (count - missed) / count if count else 1.0
 
     def _is_counted(self, due: Array, rate: float) -> Flags:

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from crossover.serving.option_help import Positive, Share
+from crossover.serving.toml_files import key
 
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 Verdict = Literal["meets", "misses", "unresolved"]
 
 # At 99 % the longest prompts of a workload set the capacity: it falls several times faster than
@@ -29,32 +34,122 @@ Verdict = Literal["meets", "misses", "unresolved"]
 DEFAULT_TARGET = 0.95
 
 
-class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A latency SLO. None: no limit of that kind."""
+class Times(Protocol):
+    """The times of requests in seconds: a level of load, or a simulation. Each is an array of the
+    shape [requests]; inf: the request failed; nan: it has no such time."""
+
+    @property
+    def ttft(self) -> Floats: ...
+    @property
+    def tpot(self) -> Floats: ...
+    @property
+    def ttfa(self) -> Floats: ...
+    @property
+    def e2e(self) -> Floats: ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits that an SLO may have. None: no limit of that kind."""
+
+    ttft_seconds: Annotated[
+        Positive | None, key("Limit of the time to first token, in seconds.")
+    ] = None
+    tpot_seconds: Annotated[
+        Positive | None,
+        key("Limit of the time per output token, over reasoning and answer alike, in seconds."),
+    ] = None
+    ttfa_seconds: Annotated[
+        Positive | None,
+        key("Limit of the time to the first token of the answer, behind all reasoning."),
+    ] = None
+    e2e_seconds: Annotated[
+        Positive | None, key("Limit of the time to the end of the answer, in seconds.")
+    ] = None
+
+
+class LimitedTime(NamedTuple):
+    """A time of a request that an SLO may limit."""
+
+    title: str  # the time
+    words: str  # the limit, where {} stands for its value
+    includes_queue: bool = True  # whether the time grows while the request waits for a slot
+
+
+# The short name of each time, as in "ttft=2", which is also its column of `Times`. A request that
+# misses several limits is counted under the first of them.
+LIMITED_TIMES = {
+    "ttft": LimitedTime("time to first token", "first token within {}"),
+    "tpot": LimitedTime("time per output token", "then {} a token", includes_queue=False),
+    "ttfa": LimitedTime(
+        "time to first token of the answer, after reasoning",
+        "first token of the answer itself within {}",
+    ),
+    "e2e": LimitedTime("time of the whole answer", "whole answer within {}"),
+}
+_TITLES = [f"{name} ({limited.title})" for name, limited in LIMITED_TIMES.items()]
+LIMITS_HELP = f"limits in seconds of {', '.join(_TITLES[:-1])} and {_TITLES[-1]}"
+
+
+class Slo(Limits, frozen=True, forbid_unknown_fields=True):
+    """A latency SLO."""
 
     name: str
-    ttft_seconds: Positive | None
-    tpot_seconds: Positive | None
     target: Share = DEFAULT_TARGET
     confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
     source: str = ""
-    # Of the first token of the answer itself, behind all reasoning; and of the whole answer.
-    ttfa_seconds: Positive | None = None
-    e2e_seconds: Positive | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, in seconds, by the short name of the time."""
+        limits = {name: getattr(self, f"{name}_seconds") for name in LIMITED_TIMES}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def shortest_queueing_limit(self) -> float | None:
+        """The shortest limit of a time that grows while requests wait; None: there is none."""
+        limits = self.limits.items()
+        return min(
+            (limit for name, limit in limits if LIMITED_TIMES[name].includes_queue), default=None
+        )
+
+    def with_limits(self, **limits: float | None) -> Slo:
+        """Return the SLO with other limits, which are given by the short name of the time."""
+        return msgspec.structs.replace(
+            self, **{f"{name}_seconds": limit for name, limit in limits.items()}
+        )
 
     def tighter(self, factor: float) -> Slo:
         """Return the SLO with all limits divided by a factor."""
-        limits = {name: getattr(self, name) for name in LIMITS.values()}
-        tighter_limits = {
-            name: None if limit is None else limit / factor for name, limit in limits.items()
-        }
-        return msgspec.structs.replace(self, **tighter_limits)
+        return self.with_limits(**{name: limit / factor for name, limit in self.limits.items()})
+
+    def met_limits(self, times: Times) -> dict[str, Flags]:
+        """Return which requests meet each of the limits, by the short name of the time."""
+        return {name: ~(getattr(times, name) > limit) for name, limit in self.limits.items()}
+
+    def met_by(self, times: Times) -> Flags:
+        """Return which requests meet the SLO: they did not fail and meet all limits. A request
+        without a time, such as the TPOT of an answer of one token, meets the limit of that time."""
+        met = np.isfinite(times.e2e)
+        for is_met in self.met_limits(times).values():
+            met &= is_met
+        return met
+
+    def is_same_promise(self, other: Slo) -> bool:
+        """Return whether a rate meets both SLOs or neither, whatever they are called."""
+        own = self.limits, self.target, self.confidence
+        return own == (other.limits, other.target, other.confidence)
+
+    def longest_answer_seconds(self, output_tokens: float) -> float | None:
+        """Return the longest time of an answer that meets the SLO; None: nothing limits it."""
+        first_token = [limit for limit in (self.ttft_seconds, self.ttfa_seconds) if limit]
+        bounds = [] if self.e2e_seconds is None else [self.e2e_seconds]
+        if first_token and self.tpot_seconds is not None:
+            bounds.append(min(first_token) + self.tpot_seconds * output_tokens)
+        return min(bounds, default=None)
 
 
 # Limits of the 99th percentiles of TTFT and of the time between tokens.
 CATALOG = "limits of inference-perf's workload catalog"
-# The short name of each limit, as in "ttft=2", and its field.
-LIMITS = {name: f"{name}_seconds" for name in ("ttft", "tpot", "ttfa", "e2e")}
 
 
 def parse_slo(text: str) -> Slo:
@@ -66,8 +161,7 @@ def parse_slo(text: str) -> Slo:
     values: dict[str, float] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
-        field = LIMITS.get(name, name)
-        if not sign or field not in (*LIMITS.values(), "target"):
+        if not sign or name not in (*LIMITED_TIMES, "target"):
             presets = ", ".join(SLO_PRESETS)
             if "=" not in text:
                 raise ValueError(
@@ -75,17 +169,15 @@ def parse_slo(text: str) -> Slo:
                     "limits look like ttft=2,tpot=0.1."
                 )
             raise ValueError(
-                f"{text!r} has no valid limit {name!r}. Limits are {', '.join(LIMITS)} and target, "
-                f"in seconds, such as ttft=2,tpot=0.1; or use a preset: {presets}."
+                f"{text!r} has no valid limit {name!r}. Limits are {', '.join(LIMITED_TIMES)} and "
+                f"target, in seconds, such as ttft=2,tpot=0.1; or use a preset: {presets}."
             )
         try:
-            values[field] = float(value)
+            values[name if name == "target" else f"{name}_seconds"] = float(value)
         except ValueError:
             raise ValueError(f"{text!r}: {name} must be a number, got {value!r}") from None
     try:
-        return msgspec.convert(
-            {"name": "own", "ttft_seconds": None, "tpot_seconds": None, **values}, Slo
-        )
+        return msgspec.convert({"name": "own", **values}, Slo)
     except msgspec.ValidationError as problem:
         raise ValueError(f"{text!r}: {problem}") from None
 
@@ -93,18 +185,46 @@ def parse_slo(text: str) -> Slo:
 SLO_PRESETS: dict[str, Slo] = {
     slo.name: slo
     for slo in (
-        Slo("chat", 2.0, 0.100, source="limits of MLPerf v5.1, Llama-3.1-8B, Server"),
+        Slo(
+            "chat",
+            ttft_seconds=2.0,
+            tpot_seconds=0.100,
+            source="limits of MLPerf v5.1, Llama-3.1-8B, Server",
+        ),
         Slo(
             "interactive",
-            0.5,
-            0.030,
+            ttft_seconds=0.5,
+            tpot_seconds=0.030,
             source="limits of MLPerf Inference v5.1, Llama-3.1-8B, Interactive",
         ),
-        Slo("reading", 5.0, 0.200, source="about the speed of silent reading, 5 tokens/s"),
-        Slo("conversation", 0.5, 0.050, 0.99, source=f"{CATALOG}, interactive-chat"),
-        Slo("reasoning", 2.0, 0.100, 0.99, source=f"{CATALOG}, reasoning"),
-        Slo("agent", 10.0, 0.100, 0.99, source=f"{CATALOG}, deep-research"),
-        Slo("batch", None, None, source="no latency limit: throughput and cost only"),
+        Slo(
+            "reading",
+            ttft_seconds=5.0,
+            tpot_seconds=0.200,
+            source="about the speed of silent reading, 5 tokens/s",
+        ),
+        Slo(
+            "conversation",
+            0.99,
+            ttft_seconds=0.5,
+            tpot_seconds=0.050,
+            source=f"{CATALOG}, interactive-chat",
+        ),
+        Slo(
+            "reasoning",
+            0.99,
+            ttft_seconds=2.0,
+            tpot_seconds=0.100,
+            source=f"{CATALOG}, reasoning",
+        ),
+        Slo(
+            "agent",
+            0.99,
+            ttft_seconds=10.0,
+            tpot_seconds=0.100,
+            source=f"{CATALOG}, deep-research",
+        ),
+        Slo("batch", source="no latency limit: throughput and cost only"),
     )
 }
 

@@ -78,7 +78,7 @@ class World:
             records,
             LevelStarted(cell="c", level="l", window_seconds=float(due[-1])),
         )
-        good = level.good(self.slo)
+        good = self.slo.met_by(level)
         return float(good[len(good) // 50 :].mean())
 
     def _share_of_turns(self, rate: float, start: int) -> float:
@@ -90,7 +90,7 @@ class World:
         assert isinstance(server, KnownServer)
         records = server.converse(begins, sessions, until=seconds)
         level = Level.of(records, LevelStarted(cell="c", level="l", window_seconds=seconds))
-        return float(level.good(self.slo)[level.due > 0.1 * seconds].mean())
+        return float(self.slo.met_by(level)[level.due > 0.1 * seconds].mean())
 
     @functools.cache  # noqa: B019
     def capacity(self, start: int = 1) -> float:
@@ -251,14 +251,16 @@ def chat(prompt: int, output: int) -> Workload:
     return Workload(preset="chat", max_prompt_tokens=prompt, max_output_tokens=output)
 
 
-NINE = Slo("nine", 0.5, None, target=0.9)
-CHAT = Slo("chat, 90 %", 2.0, 0.1, target=0.9)
-PATIENT = Slo("patient", 30.0, None, target=0.9)
-SLOW = Slo("slow", 10.0, 1.0, target=0.9)
-SLOWER = Slo("slower", 30.0, 2.0, target=0.9)
-ANSWER = Slo("answer", None, 0.15, target=0.9, ttfa_seconds=3.0)
-READING = Slo("reading", 5.0, 0.2, target=0.9)
-TIGHT = Slo("tight", 2.0, 0.0126, target=0.9)  # three times the step of one row of MIXTURE
+NINE = Slo("nine", ttft_seconds=0.5, target=0.9)
+CHAT = Slo("chat, 90 %", ttft_seconds=2.0, tpot_seconds=0.1, target=0.9)
+PATIENT = Slo("patient", ttft_seconds=30.0, target=0.9)
+SLOW = Slo("slow", ttft_seconds=10.0, tpot_seconds=1.0, target=0.9)
+SLOWER = Slo("slower", ttft_seconds=30.0, tpot_seconds=2.0, target=0.9)
+ANSWER = Slo("answer", tpot_seconds=0.15, target=0.9, ttfa_seconds=3.0)
+READING = Slo("reading", ttft_seconds=5.0, tpot_seconds=0.2, target=0.9)
+TIGHT = Slo(
+    "tight", ttft_seconds=2.0, tpot_seconds=0.0126, target=0.9
+)  # three times the step of one row of MIXTURE
 
 
 TALK = Workload(

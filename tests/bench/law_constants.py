@@ -147,15 +147,14 @@ def step_times_of(cell: Cell) -> StepTimeModel:
 def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) -> float:
     """Return the factor on step times at which as many requests of the simulated levels meet the
     SLO as were measured."""
-    seen = sum(int(one.good(cell.slo)[one.counted].sum()) for one in levels)
+    seen = sum(int(cell.slo.met_by(one)[one.counted].sum()) for one in levels)
 
     def good(factor: float) -> int:
         slower, found = step_times.slower(factor), 0
         for one in levels:
             prompt, output, cached = lengths_asked(one)
             played = simulate(slower, cell.policy, one.due, prompt, output, cached)
-            limits = cell.slo.ttft_seconds, cell.slo.tpot_seconds
-            found += int(played.good(*limits)[one.counted].sum())
+            found += int(cell.slo.met_by(played)[one.counted].sum())
         return found
 
     low, high = 0.4, 2.5
@@ -178,7 +177,7 @@ def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
 
 def is_near(level: Level, slo: Slo, least: int) -> bool:
     """Whether a level is near the capacity, so that its SLO attainment tells where that is."""
-    good = level.good(slo)[level.counted]
+    good = slo.met_by(level)[level.counted]
     return len(good) >= least and NEAR[0] < good.mean() < NEAR[1]
 
 

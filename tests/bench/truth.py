@@ -181,7 +181,7 @@ def _simulated_good(
     cached = np.nan_to_num(level.cached_tokens)
     played = simulate(step_times, policy, level.due, prompt, output, cached)
     played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
-    return int(played.meets(slo)[level.counted].sum())
+    return int(slo.met_by(played)[level.counted].sum())
 
 
 def _simulated_good_turns(
@@ -223,7 +223,7 @@ def _simulated_good_turns(
     played = simulate(step_times, policy, due, prompt, lengths.output, turns=turns)
     played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
     inside = (played.due >= level.window[0]) & (played.due < level.window[1])
-    share = float(played.meets(slo)[inside].mean()) if inside.any() else 0.0
+    share = float(slo.met_by(played)[inside].mean()) if inside.any() else 0.0
     return round(share * int(level.counted.sum()))
 
 

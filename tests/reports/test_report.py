@@ -189,21 +189,26 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
     axes = product(lattice.ttft, lattice.tpot, lattice.target)
     for place, limits in enumerate(axes):
         if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
-            again = answers_of(read_report(short_run(), Slo("other", *limits)))
+            again = answers_of(
+                read_report(
+                    short_run(),
+                    Slo("other", ttft_seconds=limits[0], tpot_seconds=limits[1], target=limits[2]),
+                )
+            )
             for one in lattice.entries:
                 cell, rate = again[one.model].cell, one.answers.confirmed[place]
                 assert rate == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
                     "as a report says"
                 )
-    no_limits = msgspec.structs.replace(data, slo=Slo("batch", None, None, 0.9))
+    no_limits = msgspec.structs.replace(data, slo=Slo("batch", target=0.9))
     assert slo_sliders.lattice_of(answers, no_limits) is None
 
 
 def test_another_slo_is_judged_from_the_same_records() -> None:
     folder = short_run()
     data = read_report(folder)
-    strict = read_report(folder, Slo("strict", 0.05, 0.2, 0.9))
-    loose = read_report(folder, Slo("loose", 60.0, 5.0, 0.9))
+    strict = read_report(folder, Slo("strict", ttft_seconds=0.05, tpot_seconds=0.2, target=0.9))
+    loose = read_report(folder, Slo("loose", ttft_seconds=60.0, tpot_seconds=5.0, target=0.9))
     small = [one.cells[0].estimated_rate or 0.0 for one in (strict, data, loose)]
     assert small[0] <= small[1] <= small[2]
     assert strict.cells[0].capacity.state == "misses_slo_unloaded"  # type: ignore[union-attr]

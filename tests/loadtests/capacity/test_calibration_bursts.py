@@ -18,7 +18,7 @@ from tests.loadtests.capacity.known_server import (
 )
 
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
-SLO = Slo("x", 2.0, 0.2, target=0.9)
+SLO = Slo("x", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 
 
 def calibrated(server, workload=CHAT, slots=8, ask=None, experts=None):
@@ -66,7 +66,7 @@ def test_bursts_tell_what_reading_the_experts_of_a_mixture_costs():
             EXPERTS_STEP_TIMES.seconds(rows, 0, 200 * rows), rel=0.05
         )
     policy = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
-    slo = Slo("x", 2.0, 0.03, target=0.9)
+    slo = Slo("x", ttft_seconds=2.0, tpot_seconds=0.03, target=0.9)
     simulated = capacity(made.step_times, policy, CHAT, slo, requests=2000).rate
     assert simulated == pytest.approx(
         capacity(EXPERTS_STEP_TIMES, policy, CHAT, slo, requests=2000).rate, rel=0.05
@@ -84,7 +84,7 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     made = calibrated(server := KnownServer(steps))
     assert server.spent_seconds < 30
     policy = SETTINGS
-    slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
+    slo = Slo("x", ttft_seconds=2.0 * slower, tpot_seconds=0.2 * slower, target=0.9)
     truth = capacity(STEP_TIMES.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
     assert capacity(made.step_times, policy, CHAT, slo, requests=2000).rate == pytest.approx(
         truth, rel=0.15

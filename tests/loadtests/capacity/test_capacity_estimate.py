@@ -21,7 +21,7 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
 from tests.loadtests.levels.made import alone, steady_level, taken
 
-SLO = Slo("chat", 2.0, 0.2, target=0.9)
+SLO = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
 POLICY = SETTINGS
 _COUNT = np.ones(500, dtype=np.int64)
@@ -162,11 +162,11 @@ def test_a_level_must_be_long_and_have_requests_enough() -> None:
     assert confirming_seconds(strict, 0.1) > 0.9 * 268 * 1.3 / 0.1
     assert confirming_seconds(SLO, 10.0) == 60.0 and confirming_seconds(SLO, 2.0) == 120.0
     assert confirming_seconds(SLO, 10.0, 9.0) == 180.0, "20 answers"
-    quick = Slo("quick", 0.4, 0.2, target=0.9)
+    quick = Slo("quick", ttft_seconds=0.4, tpot_seconds=0.2, target=0.9)
     assert confirming_seconds(quick, 20.0, min_level_seconds=15.0) == 15.0
     assert estimate([steady_level(20.0, 15.0)], quick, min_level_seconds=15.0).is_confirmed
     assert not estimate([steady_level(20.0, 15.0)], quick).is_confirmed
-    patient = Slo("patient", 10.0, None, target=0.9)
+    patient = Slo("patient", ttft_seconds=10.0, target=0.9)
     assert confirming_seconds(patient, 10.0) == 300.0, "an overload of 1/30 shows"
 
 

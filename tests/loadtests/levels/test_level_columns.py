@@ -15,7 +15,7 @@ from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.levels.made import failed, level, request, steady_level
 
-SLO = Slo("test", 2.0, 0.1, target=0.9)
+SLO = Slo("test", ttft_seconds=2.0, tpot_seconds=0.1, target=0.9)
 
 
 def one(record: RequestRecord) -> Level:
@@ -73,8 +73,8 @@ def test_tpot_leaves_the_first_chunk_out(record: RequestRecord, tpot: float) -> 
     ],
 )
 def test_good_is_no_error_and_both_limits(record: RequestRecord, is_good: bool) -> None:
-    assert one(record).good(SLO).tolist() == [is_good]
-    assert one(record).good(Slo("batch", None, None))[0] == (failure_of(record) is None)
+    assert SLO.met_by(one(record)).tolist() == [is_good]
+    assert Slo("batch").met_by(one(record))[0] == (failure_of(record) is None)
 
 
 @pytest.mark.parametrize(

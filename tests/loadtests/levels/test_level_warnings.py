@@ -19,7 +19,7 @@ from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.levels.made import level, request, sample, steady_level, taken
 
-SLO = Slo("test", 2.0, 0.1, target=0.9)
+SLO = Slo("test", ttft_seconds=2.0, tpot_seconds=0.1, target=0.9)
 WARNING, SERIOUS = Seriousness.WARNING, Seriousness.SERIOUS
 
 

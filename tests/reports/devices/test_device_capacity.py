@@ -19,7 +19,7 @@ from crossover.reports.devices.device_catalog import device_named, priced_gpus
 from crossover.serving.capacity.simulated_capacity import Lengths
 from crossover.serving.capacity.slo import Slo
 
-CHAT = Slo("chat", 2.0, 0.2, 0.9)
+CHAT = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 DRAW = np.random.default_rng(1)
 TRAFFIC = Traffic(
     Lengths(
@@ -62,7 +62,7 @@ def test_a_model_that_does_not_fit_one_gpu_is_shared_by_several_and_none_says_wh
 
 
 def test_a_machine_that_is_too_slow_alone_holds_no_rate() -> None:
-    strict = Slo("strict", 0.001, 0.0001, 0.9)
+    strict = Slo("strict", ttft_seconds=0.001, tpot_seconds=0.0001, target=0.9)
     found = capacity_of(served(T4), strict)
     assert found.rate == 0.0 and "with one request at a time" in found.reason
     assert certainty_of(served(T4), strict, 0.01) == "no"

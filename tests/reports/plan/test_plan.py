@@ -224,8 +224,14 @@ def test_of_another_question_a_run_whose_speed_moved_knows_less(tmp_path: Path) 
     )
 
     def width(run: Path) -> float:
-        tables = {"model": "135m", "slo": "reading", "devices": [], "machines": [{"run": str(run)}]}
-        question = question_of_tables(tables | {"forecast": {"peak_rate": 0.01}}, run)
+        tables = {
+            "model": "135m",
+            "workload": {"prompt_tokens": 64, "output_tokens": 16},
+            "devices": [],
+            "machines": [{"run": str(run)}],
+            "forecast": {"peak_rate": 0.01},
+        }
+        question = question_of_tables(tables, run)
         (candidate,) = candidates_of(question)
         return candidate.high / candidate.low
 

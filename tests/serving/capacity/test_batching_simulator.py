@@ -12,6 +12,7 @@ from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Lengths, Server
+from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
 from crossover.serving.engine.scheduler import Scheduler
@@ -184,8 +185,8 @@ def test_one_single_stream_request_takes_what_the_law_says():
     assert played.ttft[0] == pytest.approx(STEP_TIMES.seconds(0, 100, 0))
     assert played.tpot[0] == pytest.approx(STEP_TIMES.seconds(1, 0, 104.5))
     alone = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [1])
-    assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
-    assert not alone.good(0.01, None)[0]
+    assert np.isnan(alone.tpot[0]) and Slo("x", ttft_seconds=2.0, tpot_seconds=0.1).met_by(alone)[0]
+    assert not Slo("x", ttft_seconds=0.01).met_by(alone)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():

@@ -20,7 +20,7 @@ from crossover.serving.capacity.binding_limit import (
 )
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server
-from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.capacity.slo import SLO_PRESETS, Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 
@@ -109,7 +109,7 @@ def test_the_limit_that_a_world_was_built_for_binds(kind: LimitKind) -> None:
     shares = msgspec.structs.astuple(binding.shares)  # type: ignore[arg-type]
     assert sum(shares) == pytest.approx(1.0)
     words = sentence_of(binding)
-    assert binding.late_by_ttft_share is not None
+    assert binding.missed_limit is not None
     assert words.lower().startswith(KIND_WORDS[kind].lower())
     assert kind in ("slots", "kv_memory") or REMEDIES[kind] in words
 
@@ -117,11 +117,15 @@ def test_the_limit_that_a_world_was_built_for_binds(kind: LimitKind) -> None:
 def test_without_load_the_limit_that_single_requests_miss_binds() -> None:
     slow_prompts = World(step_times(5, 1, 20), settings(), 1024, 32).server()
     slow_tokens = World(step_times(200, 1, 0.2), settings(), 1024, 32).server()
-    for server, kind, limit in (
-        (slow_prompts, "unloaded_ttft", "TTFT"),
-        (slow_tokens, "unloaded_tpot", "TPOT"),
+    e2e, ttfa = Slo("answer", e2e_seconds=4.0), Slo("answer itself", ttfa_seconds=2.0)
+    for server, slo, kind, limit in (
+        (slow_prompts, CHAT, "unloaded_prompt", "TTFT"),
+        (slow_tokens, CHAT, "unloaded_tokens", "TPOT"),
+        (slow_prompts, e2e, "unloaded_prompt", "E2E"),
+        (slow_tokens, e2e, "unloaded_tokens", "E2E"),
+        (slow_prompts, ttfa, "unloaded_prompt", "TTFA"),
     ):
-        binding = binding_limit(server, CHAT, 0.0)
+        binding = binding_limit(server, slo, 0.0)
         assert (binding.kind, binding.rate, binding.lifted_rate) == (kind, 0.0, None)
         assert f"misses the {limit} limit" in sentence_of(binding)
 
@@ -154,7 +158,13 @@ def test_every_kind_has_a_sentence() -> None:
 
 
 def test_no_gpu_is_advised_to_have_cores_or_a_gpu() -> None:
-    kinds: tuple[LimitKind, ...] = ("unloaded_ttft", "unloaded_tpot", "weights", "rows", "prompts")
+    kinds: tuple[LimitKind, ...] = (
+        "unloaded_prompt",
+        "unloaded_tokens",
+        "weights",
+        "rows",
+        "prompts",
+    )
     for kind in kinds:
         shares = BusyShares(prompts=0.25, weights=0.25, rows=0.25, context=0.25)
         words = sentence_of(BindingLimit(kind=kind, rate=1.0, shares=shares, is_on_gpu=True))

@@ -103,7 +103,7 @@ def capacity_errors(
     measured: Measured, multiple: int, *models_of_steps: StepTimeModel
 ) -> list[float]:
     """Errors of the capacity by each model, with a TPOT limit of so many steps of one row."""
-    slo = Slo("x", 2.0, multiple * measured[1][0] / 1e3, target=0.95)
+    slo = Slo("x", ttft_seconds=2.0, tpot_seconds=multiple * measured[1][0] / 1e3, target=0.95)
     truth = KnownCapacity(steps_of(measured)).crossing(slo)
     return [
         Server(step_times, SLOTS, CHAT, count=REQUESTS).crossing(slo) / truth - 1

@@ -23,7 +23,7 @@ capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUEST
 
 POLICY = SchedulerSettings(slots=8, step_seconds_target=0.3, step_tokens=2048)
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
-SLO = Slo("x", 2.0, 0.2, target=0.9)
+SLO = Slo("x", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 TALKS = Workload(
     prompt_tokens=200,
     output_tokens=30,
@@ -39,7 +39,7 @@ def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     due = due_times(Poisson(), found.rate, 30_000 / found.rate, 9)
     n = min(len(due), 30_000)
     played = simulate(STEP_TIMES, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
-    assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
+    assert SLO.met_by(played).mean() == pytest.approx(0.9, abs=0.03)
     assert found.alone_share == 1.0 and found.steepness >= 1.0
 
 
@@ -58,7 +58,7 @@ def test_requests_that_fail_alone_have_no_capacity():
 
 
 def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():
-    slo = Slo("answer", ttft_seconds=None, tpot_seconds=None, ttfa_seconds=1.0)
+    slo = Slo("answer", ttfa_seconds=1.0)
     workload = Workload(prompt_tokens=40, output_tokens=16)
     settings = SchedulerSettings(slots=4)
     thinks = capacity(STEP_TIMES, settings, workload, slo, reasoning_share=0.5, requests=300)
@@ -67,7 +67,7 @@ def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():
 
 
 def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
-    found = capacity(STEP_TIMES, POLICY, CHAT, Slo("x", None, None, target=0.9))
+    found = capacity(STEP_TIMES, POLICY, CHAT, Slo("x", target=0.9))
     server = Server(STEP_TIMES, POLICY, CHAT, count=QUICK_REQUESTS)
     assert found.rate == pytest.approx(server.saturated_rate())
     assert found.rate > capacity(STEP_TIMES, POLICY, CHAT, SLO).rate

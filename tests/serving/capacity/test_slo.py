@@ -48,9 +48,9 @@ def test_independent_requests_count_as_one_each_and_neighbours_do_not() -> None:
     ("slo", "fewest"),
     [
         (CHAT, 52),
-        (Slo("p99", 1.0, None, target=0.99), 268),
-        (Slo("p90", 1.0, None, target=0.9), 25),
-        (Slo("p50", 1.0, None, target=0.5), 3),
+        (Slo("p99", ttft_seconds=1.0, target=0.99), 268),
+        (Slo("p90", ttft_seconds=1.0, target=0.9), 25),
+        (Slo("p50", ttft_seconds=1.0, target=0.5), 3),
     ],
 )
 def test_fewest_requests_that_can_hold(slo: Slo, fewest: int) -> None:
@@ -106,7 +106,7 @@ def test_limits_of_ones_own_are_joined_by_and():
         "e2e=6": [1, 1, 0, 1, 1],
         "ttft=2,ttfa=3,e2e=6": [1, 0, 0, 0, 0],
     }.items():
-        assert level.good(parse_slo(text)).astype(int).tolist() == good, text
+        assert parse_slo(text).met_by(level).astype(int).tolist() == good, text
 
 
 @pytest.mark.parametrize("text", ["fast", "ttft=", "ttft=x", "ttft=-1", "speed=2", "target=2"])

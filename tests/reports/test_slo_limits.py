@@ -1,0 +1,215 @@
+"""Every function that takes an SLO judges by all of its limits."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from crossover.loadtests.campaign.level_runner import judge_level, level_text
+from crossover.loadtests.capacity.capacity_estimate import (
+    confirmed_rate,
+    estimate,
+    shortest_bounding_level,
+)
+from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.cli.one_level import show_level
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import Capacity, Disturbance
+from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.cheapest_gpu import choose_takeover
+from crossover.reports.answers.headline import slo_words
+from crossover.reports.answers.model_answers import answers_of
+from crossover.reports.answers.slo_sliders import lattice_of
+from crossover.reports.devices.device_capacity import (
+    Service,
+    capacity_of,
+    certainty_of,
+    machine_of,
+)
+from crossover.reports.devices.device_catalog import device_named
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
+from crossover.reports.report_data import CellData, read_report
+from crossover.reports.sections.latency_curves import charts_of
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "docs" / "results" / "demo"
+MODEL = "smollm2-135m"
+WITHOUT = Slo("without limits", target=0.9)
+# Each limit alone, so short that every request misses it.
+ALONE = {name: WITHOUT.with_limits(**{name: 1e-4}) for name in LIMITED_TIMES}
+
+
+@cache
+def cell_under(slo: Slo) -> CellData:
+    """The smallest model of a recorded run under an SLO."""
+    return next(cell for cell in read_report(DEMO, slo).cells if cell.model == MODEL)
+
+
+@cache
+def levels() -> tuple[Level, ...]:
+    return tuple(measured.level for measured in cell_under(WITHOUT).levels)
+
+
+def level_at_a_rate() -> Level:
+    return next(level for level in levels() if level.rate)
+
+
+def disturbed_level() -> Level:
+    """A level that counts only if it meets the SLO all the same."""
+    level = level_at_a_rate()
+    assert level.finished is not None
+    disturbance = Disturbance(share=0.05, is_disturbed=True)
+    finished = msgspec.structs.replace(level.finished, disturbance=disturbance)
+    return msgspec.structs.replace(level, finished=finished)
+
+
+def printed(slo: Slo) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        show_level(level_at_a_rate(), slo)
+    return out.getvalue()
+
+
+def service() -> Service:
+    cell = cell_under(WITHOUT)
+    assert cell.spec is not None and cell.traffic is not None
+    return Service(machine_of(device_named("NVIDIA L4")), cell.spec, "bf16", cell.traffic)
+
+
+def advised(slo: Slo) -> str:
+    """The advice for a wide interval, under limits that single requests meet."""
+    cell = cell_under(WITHOUT)
+    wide = Capacity(
+        state="not_confirmed",
+        method="step_times",
+        estimated_rate=1.0,
+        low=0.5,
+        high=2.0,
+        steepness=4.0,
+    )
+    assert cell.step_times is not None and cell.policy is not None and cell.traffic is not None
+    assert cell.traffic.workload is not None
+    reachable = slo.with_limits(**dict.fromkeys(slo.limits, 2.0))
+    return advice(wide, cell.step_times, cell.policy, cell.traffic.workload, reachable)
+
+
+ANSWERS: dict[str, Callable[[Slo], object]] = {
+    "loadtests/campaign/level_runner.py:judge_level": lambda slo: (
+        judge_level(disturbed_level(), slo, []).is_set_aside
+    ),
+    "loadtests/campaign/level_runner.py:level_text": lambda slo: level_text(level_at_a_rate(), slo),
+    "loadtests/capacity/capacity_estimate.py:estimate": lambda slo: estimate(levels(), slo),
+    "loadtests/capacity/capacity_estimate.py:confirmed_rate": lambda slo: confirmed_rate(
+        levels(), slo, estimated_rate=1.0
+    ),
+    "loadtests/capacity/sharper_slo.py:advice": advised,
+    "loadtests/cli/one_level.py:show_level": printed,
+    "loadtests/levels/level_columns.py:Level.judge": lambda slo: level_at_a_rate().judge(slo),
+    "reports/answers/binding_limits.py:binding_of": lambda slo: binding_of(cell_under(slo), slo),
+    "reports/answers/cheapest_gpu.py:choose_takeover": lambda slo: choose_takeover(
+        cell_under(slo), slo
+    ),
+    "reports/answers/headline.py:slo_words": slo_words,
+    "reports/devices/device_capacity.py:capacity_of": lambda slo: capacity_of(service(), slo),
+    "reports/devices/device_capacity.py:certainty_of": lambda slo: certainty_of(
+        service(), slo, rate=0.1
+    ),
+    "reports/report_data.py:read_report": lambda slo: cell_under(slo).capacity,
+    "reports/sections/latency_curves.py:charts_of": lambda slo: charts_of(cell_under(WITHOUT), slo),
+}
+# Functions that do not judge requests, and what they take of the SLO.
+NO_JUDGES = {
+    "loadtests/capacity/capacity_estimate.py:confirming_seconds": "the target and the TTFT limit",
+    "loadtests/capacity/capacity_estimate.py:shortest_level": "the TTFT limit, which a queue meets",
+    "loadtests/capacity/capacity_estimate.py:shortest_bounding_level": "limits that include queues",
+    "loadtests/levels/level_warnings.py:level_warnings": "limits that include queues",
+}
+
+
+def functions_with_an_slo() -> Iterator[str]:
+    """Yield the public functions and methods of loadtests and reports that take an Slo."""
+    for package in ("loadtests", "reports"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for name, function in public_functions(ast.parse(path.read_text()), ""):
+                arguments = function.args
+                for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                    annotation = argument.annotation
+                    names = ast.walk(annotation) if annotation is not None else ()
+                    if any(isinstance(node, ast.Name) and node.id == "Slo" for node in names):
+                        yield f"{path.relative_to(ROOT)}:{name}"
+
+
+def public_functions(
+    parent: ast.Module | ast.ClassDef, prefix: str
+) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in parent.body:
+        if isinstance(node, ast.ClassDef):
+            yield from public_functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield f"{prefix}{node.name}", node
+
+
+def test_every_function_that_takes_an_slo_is_tried_with_each_limit() -> None:
+    assert set(functions_with_an_slo()) == ANSWERS.keys() | NO_JUDGES.keys()
+
+
+@pytest.mark.parametrize("function", ANSWERS)
+def test_each_limit_alone_changes_the_answer(function: str) -> None:
+    answer = ANSWERS[function]
+    unlimited = answer(WITHOUT)
+    for name, slo in ALONE.items():
+        assert answer(slo) != unlimited, f"{function} ignores {name}"
+
+
+def test_each_limit_that_includes_the_queue_lengthens_a_level_that_bounds_the_capacity() -> None:
+    for name, limited in LIMITED_TIMES.items():
+        seconds = shortest_bounding_level(WITHOUT.with_limits(**{name: 60.0}))
+        assert (seconds > shortest_bounding_level(WITHOUT)) is limited.includes_queue, name
+
+
+@pytest.mark.parametrize("name", [name for name in LIMITED_TIMES if name not in ("ttft", "tpot")])
+def test_sliders_and_plans_keep_the_limits_that_no_slider_moves(name: str) -> None:
+    run = read_report(DEMO)
+    slo = run.slo.with_limits(**{name: 0.05})
+    data = read_report(DEMO, slo)
+    answers = answers_of(data)
+    lattice = lattice_of(answers, data)
+    assert lattice is not None
+    for entry in lattice.entries:
+        assert not any(entry.answers.meets_unloaded), "no single request meets 50 ms"
+        assert not any(entry.answers.estimated) and not any(entry.answers.confirmed)
+    tables: dict[str, object] = {
+        "model": MODEL,
+        "slo": {f"{key}_seconds": limit for key, limit in slo.limits.items()} | {"target": 0.9},
+        "forecast": {"peak_rate": 1.0},
+        "machines": [{"run": "."}],
+        "devices": [],
+    }
+    (candidate,) = candidates_of(question_of_tables(tables, DEMO))
+    assert (candidate.grade, candidate.rate) == ("estimated", 0.0)
+    assert candidate.reason == "misses the SLO unloaded"
+
+
+def test_a_plan_states_what_the_report_of_its_run_states_under_the_same_slo() -> None:
+    slo = read_report(DEMO).slo.with_limits(e2e=3.0)
+    capacity = cell_under(slo).capacity
+    assert capacity is not None and capacity.confirmed_rate is None
+    assert capacity.estimated_rate == pytest.approx(0.0015, rel=0.1)
+    limits = {f"{name}_seconds": limit for name, limit in slo.limits.items()}
+    tables: dict[str, object] = {
+        "model": MODEL,
+        "slo": limits | {"target": slo.target},
+        "forecast": {"peak_rate": 1.0},
+        "machines": [{"run": "."}],
+        "devices": [],
+    }
+    (candidate,) = candidates_of(question_of_tables(tables, DEMO))
+    assert (candidate.grade, candidate.rate) == ("estimated", capacity.estimated_rate)
