@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
-from crossover.loadtests.capacity.calibration_bursts import request_seconds
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
 from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.errors import BadRunFolder
@@ -53,9 +52,13 @@ from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun
 from crossover.reports.watts import Power, power_of
-from crossover.serving.backends.backend_table import BACKENDS
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, drawn_lengths
+from crossover.serving.capacity.simulated_capacity import (
+    LOADED,
+    QUICK_REQUESTS,
+    Demand,
+    Server,
+    ServerModel,
+)
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import WorkloadError
@@ -87,8 +90,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """Predicted bytes by part; None: not predicted. Older runs count recurrent states and
-        buffers in the overhead, or do not predict them at all."""
+        """Predicted bytes by part; None: not predicted."""
         return {
             "weights": self.weight_bytes,
             "KV cache": self.kv_bytes,
@@ -120,7 +122,7 @@ class SingleStream(msgspec.Struct, frozen=True, kw_only=True):
     ttft_seconds: float | None  # None: no request was answered
     tpot_seconds: float | None  # None: no answer had a second chunk
     # Whether SLO attainment reaches the target; None: too few requests to decide.
-    meets_slo: bool | None = msgspec.field(name="is_good")
+    meets_slo: bool | None
 
 
 class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -176,9 +178,9 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # can be compared. None: no rate is known.
     unit_rate: float | None = None
     min_level_seconds: float = MIN_SECONDS  # duration of the shortest level that can confirm a rate
-    # The calibrated model, slowed down by the factor that the load levels showed.
-    step_times: StepTimeModel | None = None
-    policy: SchedulerSettings | None = None
+    # As it was calibrated, slowed down by the factor that the load levels showed. None: there is no
+    # step-time model.
+    server: ServerModel | None = None
     traffic: Traffic | None = None  # None: the run does not record the lengths of its requests
     memory: Memory = Memory()
     ready: CellReady | None = None  # the event of its last server
@@ -250,6 +252,18 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.spec is None or self.spec.experts is None:
             return words
         return f"{words}, {formatting.parameters(self.spec.active_parameters)} active"
+
+    @property
+    def step_times(self) -> StepTimeModel | None:
+        """The step-time model of its server."""
+        return None if self.server is None else self.server.step_times
+
+    def simulated(self, requests: int = QUICK_REQUESTS) -> Server | None:
+        """Return its server under its requests, `requests` of them at each rate; None: there is no
+        step-time model, or the lengths of requests are not known."""
+        if self.server is None or self.traffic is None:
+            return None
+        return self.server.simulated(self.traffic.demand, requests)
 
     @property
     def experts(self) -> Routing | None:
@@ -423,19 +437,19 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     levels_by_cell: dict[str, list[Level]] = {}
     for level in levels_of(run):
         levels_by_cell.setdefault(level.cell, []).append(level)
-    traffic = _traffic(run.manifest)
+    demand = _demand(run.manifest)
     cells = []
     for entry in run.manifest.cells:
         levels = levels_by_cell.get(str(entry.get("key")), [])
-        cells.append(_cell_of(run, entry, levels, traffic, slo))
+        cells.append(_cell_of(run, entry, levels, demand, slo))
     unit_rates = {
         side: common_rate(cell.capacity for cell in cells if cell.side == side) for side in SIDES
     }
     return [msgspec.structs.replace(cell, unit_rate=unit_rates[cell.side]) for cell in cells]
 
 
-def _traffic(manifest: RunManifest) -> Traffic | None:
-    """Return the lengths and arrivals of a run, for simulations; None: its trace file is not here.
+def _demand(manifest: RunManifest) -> Demand | None:
+    """Return the requests of a run, for simulations; None: its trace file is not here.
 
     The arrivals of a closed loop and of a trace are simulated as Poisson.
     """
@@ -443,23 +457,25 @@ def _traffic(manifest: RunManifest) -> Traffic | None:
     arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
+    demand = Demand(workload, arrivals)
     try:
-        return Traffic(drawn_lengths(workload, QUICK_REQUESTS, 1), arrivals, workload)
+        demand.lengths()
     except WorkloadError:
         return None
+    return demand
 
 
 def _cell_of(
     run: RunRecords,
     entry: Mapping[str, Any],
     levels: Sequence[Level],
-    traffic: Traffic | None,
+    demand: Demand | None,
     slo: Slo,
 ) -> CellData:
     """Return a configuration.
 
     `entry` is its entry in the manifest, which says what was asked for; what its server reported
-    counts more. `levels` are its finished levels, `traffic` the requests of the run.
+    counts more. `levels` are its finished levels, `demand` the requests of the run.
     """
     key = str(entry.get("key"))
     events = [event for event in run.events if event.cell == key]
@@ -470,21 +486,20 @@ def _cell_of(
     weight_format = str(info.weight_format or requested.get("weight_format") or "")
     state, reason = _state(events, levels)
     search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
-    min_level_seconds = search.level_seconds_on(device_of(entry.get("device"), ready))
+    device = device_of(entry.get("device"), ready)
+    min_level_seconds = search.level_seconds_on(device)
     calibrated = _last(events, Calibrated)
-    if calibrated is not None and (calibrated.step_times is None or calibrated.policy is None):
-        calibrated = None
+    server = None if calibrated is None else calibrated.server
     capacity = None
     if slo.is_same_promise(_campaign_part(run.manifest, "slo", Slo)):
         capacity = _journal_capacity(events)
     if capacity is None and levels:
-        capacity = _estimated_capacity(levels, slo, calibrated, traffic, min_level_seconds)
-    factor = capacity.factor if capacity is not None and capacity.factor else LOADED
-    step_times = None if calibrated is None else _step_times_of(calibrated, levels, factor)
+        capacity = estimate(levels, slo, server, demand, min_level_seconds=min_level_seconds)
+    if server is not None:
+        server = server.slower((capacity and capacity.factor) or LOADED)
     identity = _identity_of(entry)
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
-    device = _device_of(run.manifest, entry, ready)
     load_seconds = [event.load_seconds for event in of_kind(events, CellReady)]
     return CellData(
         key=key,
@@ -507,68 +522,14 @@ def _cell_of(
         ),
         capacity=capacity,
         min_level_seconds=min_level_seconds,
-        step_times=step_times,
-        policy=None if calibrated is None else calibrated.policy,
-        traffic=_traffic_as_served(traffic, calibrated, step_times),
+        server=server,
+        traffic=None if demand is None else Traffic(demand, server),
         memory=_memory(info.predicted or {}, samples, device),
         ready=ready,
         load_seconds=tuple(seconds for seconds in load_seconds if seconds is not None),
         engine_choice=engine_choice,
         never_idle_reason="" if never_quiet is None else never_quiet.reason,
     )
-
-
-def _estimated_capacity(
-    levels: Sequence[Level],
-    slo: Slo,
-    calibrated: Calibrated | None,
-    traffic: Traffic | None,
-    min_level_seconds: float,
-) -> Capacity:
-    """Return the capacity from the levels and, if there is one, the calibrated step-time model."""
-    return estimate(
-        levels,
-        slo,
-        step_times=None if calibrated is None else calibrated.step_times,
-        policy=None if calibrated is None else calibrated.policy,
-        reused_share=0.0 if calibrated is None else calibrated.reused_share,
-        reuse=None if calibrated is None else calibrated.reuse,
-        reasoning_share=0.0 if calibrated is None else calibrated.reasoning_share,
-        workload=None if traffic is None else traffic.workload,
-        arrivals=None if traffic is None else traffic.arrivals,
-        min_level_seconds=min_level_seconds,
-    )
-
-
-def _step_times_of(
-    calibrated: Calibrated, levels: Sequence[Level], factor: float
-) -> StepTimeModel | None:
-    """Return the calibrated step-time model with all steps slowed down by `factor`.
-
-    Runs of earlier versions do not record the time that a request spends outside the engine. It is
-    then measured here from the levels of single requests.
-    """
-    step_times, policy = calibrated.step_times, calibrated.policy
-    if step_times is None or policy is None:
-        return None
-    if step_times.request_seconds is None:
-        single_streams = [level for level in levels if level.is_single_stream and level.counts]
-        outside_seconds = request_seconds(step_times, policy, single_streams)
-        step_times = msgspec.structs.replace(step_times, request_seconds=outside_seconds)
-    return step_times.slower(factor)
-
-
-def _traffic_as_served(
-    traffic: Traffic | None, calibrated: Calibrated | None, step_times: StepTimeModel | None
-) -> Traffic | None:
-    """Return the traffic with what this server was measured to reuse of prompts, to spend on
-    reasoning, and to need outside its engine."""
-    if traffic is None or calibrated is None or step_times is None:
-        return traffic
-    traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
-    if not step_times.request_seconds:
-        return traffic
-    return msgspec.structs.replace(traffic, request_seconds=step_times.request_seconds)
 
 
 def _journal_capacity(events: Sequence[Event]) -> Capacity | None:
@@ -622,24 +583,6 @@ def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState,
     reasons = [event.reason for event in events if isinstance(event, Interrupted | LevelAbandoned)]
     reason = reasons[-1] if reasons else "the run ended or was interrupted during it"
     return ("measured" if levels else "unfinished"), reason
-
-
-def _device_of(
-    manifest: RunManifest, entry: Mapping[str, Any], ready: CellReady | None
-) -> str | None:
-    """Return the device that served a configuration; if it is not recorded, the CPU where only the
-    CPU can have served; None: not known.
-
-    Runs of early format 5 record the device only of engines that became ready.
-    """
-    if device := device_of(entry.get("device"), ready):
-        return device
-    if entry.get("url"):
-        return None
-    if not manifest.server_facts.get("gpus"):
-        return CPU
-    backend = BACKENDS.get(str(entry.get("backend")))
-    return CPU if backend is not None and backend.devices == (CPU,) else None
 
 
 def _level_of(

@@ -133,11 +133,10 @@ def capacities_of_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     they vary by 3 to 5 % with the seed in place of 2 %. For tests of what is done with a capacity;
     those in tests/serving/capacity and tests/loadtests/capacity are of how exact it is.
     """
-    from tests.loadtests.capacity.few_requests import cached_quick_capacity, quick_capacity
+    from crossover.serving.capacity import simulated_capacity
+    from tests.loadtests.capacity.few_requests import capacity_of_few_requests
 
-    where = "crossover.loadtests"
-    monkeypatch.setattr(f"{where}.capacity.capacity_estimate._simulated", cached_quick_capacity)
-    monkeypatch.setattr(f"{where}.campaign.cell_selection.capacity", quick_capacity)
+    monkeypatch.setattr(simulated_capacity, "_simulated_capacity", capacity_of_few_requests)
 
 
 @pytest.fixture(scope="session")

@@ -314,8 +314,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""  # the name of one of the campaign's `engines`
     threads: int | None = None  # chosen with the fastest engine; None: those of the layout
     is_best: bool = False  # the engine is the fastest on the CPU, chosen when the cell starts
-    # None for an endpoint or another project's engine, which reports its device; before a run has
-    # begun, if the campaign names no devices; and in runs of earlier versions.
+    # None for an endpoint or another project's engine, which reports its device; and before a run
+    # has begun, if the campaign names no devices.
     device: Device | None = None
     identity: ModelIdentity | None = None  # None: a ladder model
 

@@ -49,10 +49,12 @@ from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     QUICK_REQUESTS,
+    Demand,
     PrefixReuse,
+    ServerModel,
     lengths_of,
 )
-from crossover.serving.capacity.simulated_capacity import capacity as simulate_capacity
+from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
@@ -114,22 +116,13 @@ class CellRun:
         """Return the capacity with the estimate without prefix caching and, if the SLO itself makes
         the interval wide, with an SLO under which it would be narrow."""
         calibrated = self.state.calibrated
-        if calibrated is None or calibrated.step_times is None or calibrated.policy is None:
+        if calibrated is None or calibrated.server is None:
             return capacity
-        text = advice(
-            capacity,
-            calibrated.step_times,
-            calibrated.policy,
-            self.campaign.workload,
-            self.slo,
-            arrivals=self.campaign.arrivals,
-            reused_share=calibrated.reused_share,
-            reuse=calibrated.reuse,
-            reasoning_share=calibrated.reasoning_share,
-        )
-        without_reuse = rate_without_reuse(capacity, calibrated, self.campaign)
+        server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
-            capacity, advice=text, estimated_rate_without_reuse=without_reuse
+            capacity,
+            advice=advice(capacity, server, demand, self.slo),
+            estimated_rate_without_reuse=rate_without_reuse(capacity, server, demand, self.slo),
         )
 
     def next_measurement(self) -> Measurement:
@@ -218,10 +211,15 @@ class CellRun:
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
-        step_times = calibration.step_times
-        if step_times is not None and policy is not None:
-            step_times = msgspec.structs.replace(
-                step_times, request_seconds=request_seconds(step_times, policy, single_streams)
+        server: ServerModel | None = None
+        if calibration.step_times is not None and policy is not None:
+            outside_seconds = request_seconds(calibration.step_times, policy, single_streams)
+            server = ServerModel(
+                msgspec.structs.replace(calibration.step_times, request_seconds=outside_seconds),
+                policy,
+                prefix_share=measured_reuse(workload, single_streams),
+                reuse=self._history_reuse(single_streams) if workload.has_sessions else None,
+                reasoning_share=measured_reasoning_share(single_streams),
             )
         duration = self.clock() - started_at
         # Without the time of the bursts, which is recorded with each of them.
@@ -230,11 +228,7 @@ class CellRun:
             journal.Calibrated(
                 cell=state.key,
                 spent_seconds=round(max(0.0, own_seconds), 3),
-                step_times=step_times,
-                policy=policy,
-                reused_share=measured_reuse(workload, single_streams) if policy else 0.0,
-                reuse=self._history_reuse(single_streams) if workload.has_sessions else None,
-                reasoning_share=measured_reasoning_share(single_streams),
+                server=server,
                 reason=calibration.reason,
             )
         )
@@ -307,7 +301,7 @@ def cell_progress(
 ) -> CellProgress:
     """Return what is recorded about a cell, as far as the next measurement depends on it."""
     campaign, calibrated = record.campaign, record.calibrated
-    has_no_model = calibrated is not None and calibrated.step_times is None
+    has_no_model = calibrated is not None and calibrated.server is None
     return CellProgress(
         slo=campaign.slo,
         workload=campaign.workload,
@@ -346,20 +340,18 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     """Return the capacity of a cell by all its levels so far: from the step-time model if the
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
-    # Without a calibration: no step-time model, and nothing reused.
-    known = calibrated or journal.Calibrated(cell=record.key, spent_seconds=0.0)
     return estimate(
         record.counted_levels,
         record.campaign.slo,
-        step_times=known.step_times,
-        policy=known.policy,
-        reused_share=known.reused_share,
-        reuse=known.reuse,
-        reasoning_share=known.reasoning_share,
-        workload=record.campaign.workload,
-        arrivals=record.campaign.arrivals,
+        None if calibrated is None else calibrated.server,
+        demand_of(record.campaign),
         min_level_seconds=record.min_level_seconds,
     )
+
+
+def demand_of(campaign: Campaign) -> Demand:
+    """Return the requests of a campaign."""
+    return Demand(campaign.workload, campaign.arrivals)
 
 
 def assumed_settings(
@@ -382,7 +374,7 @@ def assumed_settings(
 
 
 def rate_without_reuse(
-    capacity: journal.Capacity, calibrated: journal.Calibrated, campaign: Campaign
+    capacity: journal.Capacity, server: ServerModel, demand: Demand, slo: Slo
 ) -> float | None:
     """Return the estimated capacity if the server computed each conversation's history again; None:
     it does so, there are no conversations, or nothing is estimated.
@@ -390,25 +382,11 @@ def rate_without_reuse(
     The estimate is multiplied by the ratio of two simulated capacities, so that both differ in
     nothing but the reuse.
     """
-    reuse, step_times, policy = calibrated.reuse, calibrated.step_times, calibrated.policy
-    if reuse is None or reuse.kind == "none" or step_times is None or policy is None:
+    if server.reuse is None or server.reuse.kind == "none":
         return None
     if not capacity.estimated_rate or capacity.method != "step_times":
         return None
-    loaded_step_times = step_times.slower(capacity.factor or LOADED)
-
-    def simulated_rate(prefix_reuse: PrefixReuse) -> float:
-        return simulate_capacity(
-            loaded_step_times,
-            policy,
-            campaign.workload,
-            campaign.slo,
-            arrivals=campaign.arrivals,
-            reuse=prefix_reuse,
-            reasoning_share=calibrated.reasoning_share,
-            requests=QUICK_REQUESTS,
-        ).rate
-
-    with_reuse = simulated_rate(reuse)
-    without_reuse = simulated_rate(msgspec.structs.replace(reuse, kind="none"))
+    loaded = server.slower(capacity.factor or LOADED)
+    with_reuse = loaded.capacity(demand, slo, QUICK_REQUESTS).rate
+    without_reuse = loaded.without_reuse().capacity(demand, slo, QUICK_REQUESTS).rate
     return capacity.estimated_rate * without_reuse / with_reuse if with_reuse > 0 else None

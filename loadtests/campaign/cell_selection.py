@@ -53,14 +53,7 @@ from crossover.serving.backends.backend_table import (
 )
 from crossover.serving.backends.model_engines import Engine, engines_on, usual_engines
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import (
-    REQUESTS,
-    SEED,
-    SimulatedCapacity,
-    capacity,
-    lengths_of,
-)
-from crossover.serving.capacity.simulated_capacity import Server as SimulatedServer
+from crossover.serving.capacity.simulated_capacity import Demand, ServerModel, SimulatedCapacity
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
@@ -163,7 +156,7 @@ def _placement_request(
 def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
     """Return the policy that a cell's server is started with. It allows only the cell's device, so
     that no other device is measured in its name."""
-    if cell.device is None:  # of a run that was written before cells named one
+    if cell.device is None:  # the campaign names none
         return campaign.server.policy
     return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
 
@@ -512,19 +505,16 @@ def models_around_limit(
     """
     checked = _with_memory_check(campaign)
     settings, slo = cpu_settings(campaign.server), campaign.slo
-    lengths = lengths_of(campaign.workload, REQUESTS, SEED)
+    demand = Demand(campaign.workload)
     reference_parameters = ladder_model(REFERENCE_MODEL).spec.matrix_parameters
-    step_times_of: dict[str, StepTimeModel] = {}  # of the ladder models up to the limit
+    servers: dict[str, ServerModel] = {}  # of the ladder models up to the limit
     for name in LADDER_MODELS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
         if why_not(cell, checked, facts) is not None:
             continue
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
-        step_times_of[name] = step_times.slower(factor)
-        unloaded = SimulatedServer(step_times_of[name], settings, lengths).alone()
+        servers[name] = ServerModel(step_times.slower(factor), settings)
+        unloaded = servers[name].simulated(demand).alone()
         if slo.met_by(unloaded).mean() < slo.target:
             break
-    return {
-        name: capacity(step_times_of[name], settings, lengths, slo)
-        for name in list(step_times_of)[-count:]
-    }
+    return {name: servers[name].capacity(demand, slo) for name in list(servers)[-count:]}

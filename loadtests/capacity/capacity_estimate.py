@@ -1,6 +1,6 @@
 """Estimates a cell's capacity: the highest rate that meets the SLO. Pure.
 
-    capacity = estimate(levels, slo, step_times=step_times, policy=policy, workload=workload)
+    capacity = estimate(levels, slo, server, demand)
     capacity.state, capacity.confirmed_rate, capacity.estimated_rate, capacity.low, capacity.high
 
 With a step-time model, the capacity is simulated (*estimated*). All step times are multiplied by
@@ -21,7 +21,6 @@ undisturbed, steadily and long enough, and met the SLO.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,23 +33,18 @@ from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.models.formatting import share
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
     MOVED,
     Z_90,
-    Lengths,
-    PrefixReuse,
+    Demand,
+    ServerModel,
     SimulatedCapacity,
-    capacity,
     common_factor,
     sd_of,
 )
 from crossover.serving.capacity.slo import Slo, requests_to_hold
-from crossover.serving.capacity.step_time_model import StepTimeModel
-from crossover.serving.workload.arrivals import Arrivals
-from crossover.serving.workload.request_lengths import Workload
 
 # The rate of a confirming level, as a share of the estimated capacity. It is also near enough to
 # the capacity to measure the factor of the step times.
@@ -98,19 +92,15 @@ class JudgedLevel(NamedTuple):
 def estimate(
     levels: Sequence[Level],
     slo: Slo,
+    server: ServerModel | None = None,
+    demand: Demand | None = None,
     *,
-    step_times: StepTimeModel | None = None,
-    policy: SchedulerSettings | None = None,
-    reused_share: float = 0.0,
-    reuse: PrefixReuse | None = None,
-    reasoning_share: float = 0.0,
-    workload: Lengths | Workload | None = None,
-    arrivals: Arrivals | None = None,
     min_level_seconds: float = MIN_SECONDS,
 ) -> Capacity:
     """Return the capacity by all finished levels of a cell, in any order.
 
-    Without a step-time model, or with one that does not fit, it follows from the levels alone.
+    `server`: as it was calibrated; `demand`: the requests of the campaign. Without both, or with a
+    step-time model that does not fit, the capacity follows from the levels alone.
     `min_level_seconds`: duration of the shortest level that can confirm a rate.
     """
     judged_levels = _judged_levels(levels, slo)
@@ -118,31 +108,22 @@ def estimate(
         return unloaded
     loaded = _loaded(judged_levels)
     found = Capacity(state="not_confirmed")
-    if step_times is not None and policy is not None and workload is not None and step_times.fits:
+    if server is not None and demand is not None and server.step_times.fits:
+        step_times, settings = server.step_times, server.settings
         level_factors: list[tuple[float, float]] = []
         speed_factors: list[float] = []
         for one in loaded:
-            if factor := _factor(step_times, one.level, policy):
+            if factor := level_factor(step_times, one.level, settings):
                 level_factors.append((one.rate, factor))
-            speed_factors += _speeds(step_times, one.level, policy)
+            speed_factors += two_speeds(step_times, one.level, settings)
         # Whatever the step-time model says, the capacity is not far above a rate whose SLO
         # attainment is below the target.
         missed_rates = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
-
-        def simulate(factor: float) -> SimulatedCapacity:
-            return _simulated(
-                step_times.slower(factor),
-                policy,
-                workload,
-                slo,
-                arrivals=arrivals,
-                reused_share=reused_share,
-                reuse=reuse,
-                reasoning_share=reasoning_share,
-            )
-
         found = _by_step_times(
-            simulate, level_factors, speed_factors, min(missed_rates, default=math.inf)
+            lambda factor: server.slower(factor).capacity(demand, slo),
+            level_factors,
+            speed_factors,
+            min(missed_rates, default=math.inf),
         )
     found = _bounded_above(found, _lowest_missed(loaded))
     found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
@@ -160,12 +141,6 @@ def confirmed_rate(
     found = Capacity(state="not_confirmed", estimated_rate=estimated_rate)
     judged_levels = _judged_levels(levels, slo)
     return _with_confirmed_rate(found, judged_levels, slo, min_level_seconds).confirmed_rate
-
-
-# The same levels are estimated again after each new level, and once more by a report.
-_factor = functools.lru_cache(maxsize=64)(level_factor)
-_speeds = functools.lru_cache(maxsize=64)(two_speeds)
-_simulated = functools.lru_cache(maxsize=64)(capacity)
 
 
 def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:

@@ -11,7 +11,7 @@ user, path or serial number. Sizes are in bytes, times in seconds. Unknown keys 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,13 +19,12 @@ from msgspec import Meta
 from crossover.loadtests.errors import LoadError
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weights_manifest import write_atomically
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.capacity.simulated_capacity import ServerModel
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.option_help import Count, Positive, Seconds
 from crossover.serving.toml_files import converted
 
-VERSION: Literal[3] = 3
+VERSION: Literal[4] = 4
 
 MAX_CHARACTERS = 200
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
@@ -58,15 +57,14 @@ class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: ModelSpec
     weight_format: Text
     threads: Count | None = None
-    policy: SchedulerSettings
-    step_times: StepTimeModel
+    server: ServerModel
     spent_seconds: Seconds = 0.0
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of machine.json."""
 
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     crossover: Text  # version of Crossover that wrote it
     measured_on: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
     name: Text  # of the machine, for people
@@ -83,9 +81,7 @@ def read_machine_file(path: Path) -> MachineFile:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise BadMachineFile(f"{path} cannot be read: {problem}") from problem
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version == 2:
-        raw = _in_current_version(raw)
-    elif version != VERSION:
+    if version != VERSION:
         raise BadMachineFile(
             f"{path} is not a machine file of version {VERSION}: its version is {version!r}. Run "
             "`crossover calibrate` again on that machine."
@@ -94,17 +90,6 @@ def read_machine_file(path: Path) -> MachineFile:
         return converted(raw, MachineFile, BadMachineFile)
     except BadMachineFile as problem:
         raise BadMachineFile(f"{path}: {problem}") from problem
-
-
-def _in_current_version(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a file of version 2 in the current version. Version 2 called the
-    step-time model `law`."""
-    models = []
-    for model in raw.get("models") or ():
-        if isinstance(model, dict):
-            model = {"step_times" if key == "law" else key: value for key, value in model.items()}
-        models.append(model)
-    return raw | {"version": VERSION, "models": models}
 
 
 def write_machine_file(path: Path, machine_file: MachineFile) -> None:

@@ -1,7 +1,7 @@
 """Advice for a capacity whose interval is wide although the step times are well known: an SLO under
 which it would be narrow.
 
-    advice(found, step_times, settings, workload, slo)
+    advice(found, server, demand, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
 
 If the SLO is near the best latency that a configuration can reach, the capacity falls several times
@@ -19,17 +19,8 @@ import msgspec
 
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import (
-    QUICK_REQUESTS,
-    Z_90,
-    PrefixReuse,
-    capacity,
-)
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.step_time_model import StepTimeModel
-from crossover.serving.workload.arrivals import Arrivals
-from crossover.serving.workload.request_lengths import Workload
 
 MAX_WIDTH = 2.0  # an interval whose ends are further apart than this factor is wide
 # If fewer single requests meet the latency limits, there is another problem than a wide interval.
@@ -47,18 +38,7 @@ class Alternative(NamedTuple):
     slo: Slo
 
 
-def advice(
-    found: Capacity,
-    step_times: StepTimeModel,
-    settings: SchedulerSettings,
-    workload: Workload,
-    slo: Slo,
-    *,
-    arrivals: Arrivals | None = None,
-    reused_share: float = 0.0,
-    reuse: PrefixReuse | None = None,
-    reasoning_share: float = 0.0,
-) -> str:
+def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
     """Return a sentence with a target and a limit under which the interval would be narrow.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
@@ -73,22 +53,12 @@ def advice(
         return ""
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
-    loaded_step_times = step_times.slower(found.factor or 1.0)
+    loaded = server.slower(found.factor or 1.0)
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):
         for key, value, easier_slo in alternatives:
-            simulated = capacity(
-                loaded_step_times,
-                settings,
-                workload,
-                easier_slo,
-                arrivals=arrivals,
-                reused_share=reused_share,
-                reuse=reuse,
-                reasoning_share=reasoning_share,
-                requests=QUICK_REQUESTS,
-            )
+            simulated = loaded.capacity(demand, easier_slo, QUICK_REQUESTS)
             if key == "target":  # the latency limits are unchanged
                 unloaded_share = simulated.alone_share
             width = math.exp(2 * Z_90 * step_sd * simulated.steepness)

@@ -104,7 +104,7 @@ def machine_file_of(run: RunRecords) -> MachineFile:
     models = []
     for record in [CellRecord(run.events, campaign, cell) for cell in cells]:
         calibrated, cell = record.calibrated, record.cell
-        if calibrated is None or calibrated.step_times is None or calibrated.policy is None:
+        if calibrated is None or calibrated.server is None:
             why = getattr(record.ended, "reason", "") or (calibrated and calibrated.reason)
             raise LoadError(f"{cell.key} has no step-time model: {why or 'it was not calibrated'}")
         ready = of_kind(run.events, CellReady, cell.key)[-1]
@@ -119,8 +119,7 @@ def machine_file_of(run: RunRecords) -> MachineFile:
                 model=spec,
                 weight_format=cell.weight_format,
                 threads=ready.info.threads,
-                policy=calibrated.policy,
-                step_times=calibrated.step_times,
+                server=calibrated.server,
                 spent_seconds=calibrated.spent_seconds,
             )
         )
@@ -146,10 +145,10 @@ def in_words(machine_file: MachineFile) -> list[str]:
 
     lines = []
     for model in machine_file.models:
-        step_times = model.step_times
+        step_times = model.server.step_times
         prompt_rate = PROMPT_TOKENS / step_times.seconds(0, PROMPT_TOKENS, 0)
         decode_rates = []
-        for rows in dict.fromkeys((1, model.policy.slots)):
+        for rows in dict.fromkeys((1, model.server.settings.slots)):
             decode_rate = rows / step_times.seconds(rows, 0, rows * CONTEXT_TOKENS)
             decode_rates.append(f"{significant(decode_rate)} with {rows}")
         lines.append(

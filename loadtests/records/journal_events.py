@@ -18,12 +18,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import PrefixReuse
-from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.capacity.simulated_capacity import ServerModel
 
-FORMAT_VERSION = 6  # incremented when the meaning of what is written changes
-READABLE_VERSIONS = (5, FORMAT_VERSION)
+FORMAT_VERSION = 7  # incremented when the meaning of what is written changes
 
 
 CapacityState = Literal["confirmed", "not_confirmed", "misses_slo_unloaded"]
@@ -193,7 +191,7 @@ class CellReady(Event, frozen=True, kw_only=True):
 
 def device_of(named: str | None, ready: CellReady | None) -> str | None:
     """Return the device of a configuration, "cpu" or "gpu": the one that the cell names, else the
-    one that its engine reported, as in a run that was written before cells named one.
+    one that its server reports, as another project's engine may.
 
     None: it is not known, as of an endpoint that does not say.
     """
@@ -211,16 +209,13 @@ class EngineChosen(Event, frozen=True, kw_only=True):
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
-    """The step-time model of a cell's engine, from single streams and bursts."""
+    """The server of a cell as single streams and bursts showed it."""
 
     cell: str
     spent_seconds: float
-    step_times: StepTimeModel | None = None  # None: none fits
-    policy: SchedulerSettings | None = None  # of the engine; of another server, as far as known
-    reused_share: float = 0.0  # share of shared prefixes that the server found in its cache
-    # How much of the histories of conversations the server reused; None: no conversations.
-    reuse: PrefixReuse | None = None
-    reasoning_share: float = 0.0  # share of an answer's duration before its first answer token
+    # Its settings are those of the engine, or as far as known those of another server; its `reuse`
+    # is None where the workload has no conversations. None: no step-time model fits.
+    server: ServerModel | None = None
     reason: str = ""  # why there is no step-time model
 
 

@@ -31,7 +31,6 @@ from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.records.file_lock import take_lock
 from crossover.loadtests.records.journal_events import (
     FORMAT_VERSION,
-    READABLE_VERSIONS,
     AnyEvent,
     E,
     Event,
@@ -109,8 +108,6 @@ class RunRecords:
         BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
         broken_lines = self._broken[name] = list[int]()
-        is_current = self.manifest.format_version == FORMAT_VERSION
-        in_current_format = _as_it_is if is_current else _in_the_current_format
         path = self.folder / name
         compressed = path.with_name(f"{name}{COMPRESSED}")
         try:
@@ -120,7 +117,7 @@ class RunRecords:
             with lzma.open(compressed) if is_compressed else open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
-                        record = decode(in_current_format(cleaned(line)))
+                        record = decode(cleaned(line))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                         broken_lines.append(number)
                         continue
@@ -142,12 +139,7 @@ class RunFolder(RunRecords):
     def __init__(self, folder: Path) -> None:
         """Open an existing run to continue it. Raises BadRunFolder, and writes nothing if there is
         no run in the folder."""
-        version = read_manifest(folder).format_version
-        if version != FORMAT_VERSION:
-            raise BadRunFolder(
-                f"{folder} has format_version {version}, and runs are written as {FORMAT_VERSION}. "
-                "It can be read and reported, but not continued."
-            )
+        read_manifest(folder)
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
             if path.is_symlink():  # in another user's run, it could point outside the folder
                 raise BadRunFolder(f"{path} is a symbolic link, but a run needs its own files")
@@ -253,74 +245,17 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
-# Keys and states of format 5 -> those of format 6.
-_RECORD_KEYS = {
-    b'"due_seconds":': b'"scheduled_seconds":',
-    b'"asked_prompt_tokens":': b'"requested_prompt_tokens":',
-    b'"asked_output_tokens":': b'"requested_output_tokens":',
-    b'"strangers":': b'"other_processes":',
-    b'"strangers_seconds":': b'"other_processes_seconds":',
-}
-_CAPACITY_KEYS = {
-    "held": "confirmed_rate",
-    "held_seconds": "confirmed_seconds",
-    "held_requests": "confirmed_requests",
-    "held_share": "confirmed_attainment",
-    "limit": "estimated_rate",
-}
-_CAPACITY_STATES = {
-    "holds": "confirmed",
-    "no_rate_confirmed": "not_confirmed",
-    "not_even_alone": "misses_slo_unloaded",
-}
-
-
-def _as_it_is(line: bytes) -> bytes:
-    return line
-
-
-def _in_the_current_format(line: bytes) -> bytes:
-    """Return a line of format 5 in the words of format 6.
-
-    Keys are replaced as bytes: inside a text the quotes would be escaped.
-
-    In runs from before format 5 was complete, the `policy` of a calibration contained the share of
-    prefixes that were found in the cache; where it has no step_tokens, 2048 were simulated.
-    """
-    if line.startswith(b'{"kind":"calibrated"') and (b'"law":' in line or b'"policy":{' in line):
-        event = msgspec.json.decode(line)
-        if "law" in event:
-            event["step_times"] = event.pop("law")
-        if (policy := event.get("policy")) is not None:
-            if "reused_share" in policy:
-                event["reused_share"] = policy.pop("reused_share")
-            policy.setdefault("step_tokens", 2048)
-    elif line.startswith(b'{"kind":"cell_finished"'):
-        event = msgspec.json.decode(line)
-        capacity = {_CAPACITY_KEYS.get(key, key): value for key, value in event["capacity"].items()}
-        capacity["state"] = _CAPACITY_STATES.get(capacity["state"], capacity["state"])
-        if capacity.get("method") == "law":
-            capacity["method"] = "step_times"
-        event["capacity"] = capacity
-    else:
-        for old, new in _RECORD_KEYS.items():
-            line = line.replace(old, new)
-        return line
-    return msgspec.json.encode(event)
-
-
 def read_manifest(folder: Path) -> RunManifest:
     """Return the manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
         check_plain(path)
         raw = msgspec.json.decode(cleaned(path.read_bytes()))
-        if (version := raw["format_version"]) not in READABLE_VERSIONS:
+        if (version := raw["format_version"]) != FORMAT_VERSION:
             other = "newer" if version > FORMAT_VERSION else "older"
-            readable = " and ".join(map(str, READABLE_VERSIONS))
             raise BadRunFolder(
-                f"{path} has format_version {version}. This version of Crossover reads {readable}: "
-                f"use the {other} one that wrote it."
+                f"{path} has format_version {version}. This version of Crossover reads "
+                f"{FORMAT_VERSION}: use the {other} one that wrote it."
             )
         return msgspec.convert(raw, RunManifest)
     except OSError as problem:

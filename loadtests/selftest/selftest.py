@@ -47,7 +47,7 @@ from crossover.loadtests.records.journal_events import Capacity, LevelFinished, 
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.hardware.machine_facts import allowed_cores
@@ -235,9 +235,8 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
     when all have: a load generator that imports Locust takes CPU time from the others.
     """
     server_options, factors = WORLDS[name]
-    true_rates = [
-        capacity(STEP_TIMES.slower(factor), SETTINGS, WORKLOAD, SLO).rate for factor in factors
-    ]
+    server_model, demand = ServerModel(STEP_TIMES, SETTINGS), Demand(WORKLOAD)
+    true_rates = [server_model.slower(factor).capacity(demand, SLO).rate for factor in factors]
     with (
         open_bench() as bench,
         bench.server(step_times=STEP_TIMES, slots=SLOTS, **server_options) as url,
@@ -257,20 +256,21 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
         records, _, _ = bench.send(url, **single_stream, requests=SINGLE_STREAM_REQUESTS)
         unloaded = level_of(records, concurrency=1)
         calibration = calibrate(send_burst, WORKLOAD, SLOTS, 20.0, [unloaded])
-        server: dict[str, Any] = {
-            "step_times": calibration.step_times,
-            "policy": SETTINGS,
-            "workload": WORKLOAD,
-            "min_level_seconds": LIMIT_SECONDS,
-        }
-        result = estimate([unloaded], SLO, **server)
+        calibrated: ServerModel | None = None
+        if calibration.step_times is not None:
+            calibrated = ServerModel(calibration.step_times, SETTINGS)
+
+        def estimated(levels: Sequence[Level]) -> Capacity:
+            return estimate(levels, SLO, calibrated, demand, min_level_seconds=LIMIT_SECONDS)
+
+        result = estimated([unloaded])
         result = msgspec.structs.replace(result, reason=calibration.reason or result.reason)
         if result.estimated_rate:
             rate = CONFIRMING_SHARE * result.estimated_rate
             duration: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
             records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **duration)
             level = level_of(records, rate_per_second=rate, **duration)
-            result = estimate([unloaded, level], SLO, **server)
+            result = estimated([unloaded, level])
     return capacity_rows(name, result, *true_rates)
 
 

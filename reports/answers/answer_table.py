@@ -22,7 +22,6 @@ from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.binding_limit import sentence_of
-from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import Slo
 
 STATE_WORDS = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
@@ -202,9 +201,8 @@ def _single_stream_cell(cell: CellData, slo: Slo) -> TableCell:
 @lru_cache(maxsize=32)
 def _simulated_single_stream(cell: CellData) -> Simulated | None:
     """Return simulated requests, one at a time; None: the configuration has no step-time model."""
-    if cell.step_times is None or cell.policy is None or cell.traffic is None:
-        return None
-    return Server(cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
+    server = cell.simulated()
+    return None if server is None else server.alone()
 
 
 def _confirmed_cell(cell: CellData) -> TableCell:

@@ -19,7 +19,6 @@ from crossover.serving.capacity.binding_limit import (
     by_other_processes,
     missed_unloaded,
 )
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, server_of
 from crossover.serving.capacity.slo import Slo
 
 
@@ -41,15 +40,9 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
         return by_other_processes(cell.estimated_rate or 0.0, taken_share)
     if cell.estimated_rate is None:
         return None
-    if cell.step_times is None or cell.policy is None or cell.traffic is None:
+    server = cell.simulated()
+    if server is None:
         return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
-    server = server_of(
-        cell.step_times,
-        cell.policy,
-        cell.traffic.lengths,
-        cell.traffic.arrivals,
-        QUICK_REQUESTS,
-    )
     return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
 
 

@@ -24,7 +24,6 @@ from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import choose_takeover
 from crossover.reports.report_data import GPU, CellData, ReportData
 from crossover.serving.capacity.binding_limit import BindingLimit
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import in_words
 
@@ -106,7 +105,7 @@ def quick_answer(
         capacity=cell.capacity,
         reason="" if is_estimated else _why_no_capacity(cell, data),
         users=_users_of(cell, think_seconds) if is_estimated else None,
-        slots=None if cell.policy is None else cell.policy.slots,
+        slots=None if cell.server is None else cell.server.settings.slots,
         binding=binding_of(cell, data.slo),
         takeover=_takeover_of(cell, data.slo),
         notes=(*_notes_of(cell), *notes),
@@ -156,10 +155,11 @@ def _notes_of(cell: CellData) -> list[str]:
     ]
     if note := _note_of_failures(bursts):
         notes.append(note)
-    if cell.policy is not None and (ready is None or not ready.info.slots):
+    if cell.server is not None and (ready is None or not ready.info.slots):
+        slots = cell.server.settings.slots
         notes.append(
-            f"the server does not say its slots: bursts saw it serve {cell.policy.slots} requests "
-            "at once; if it has more, the estimate is not right"
+            f"the server does not say its slots: bursts saw it serve {slots} requests at once; "
+            "if it has more, the estimate is not right"
         )
     return notes
 
@@ -217,12 +217,9 @@ def _users_of(cell: CellData, think_seconds: float) -> Users | None:
 def _answer_seconds(cell: CellData) -> float | None:
     """Return the mean time of an answer at the estimated capacity, simulated; None: there is no
     step-time model."""
-    traffic = cell.traffic
-    if cell.step_times is None or cell.policy is None or traffic is None or not cell.estimated_rate:
+    server, traffic = cell.simulated(), cell.traffic
+    if server is None or traffic is None or not cell.estimated_rate:
         return None
-    server = Server(
-        cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=QUICK_REQUESTS
-    )
     simulated = server.play(cell.estimated_rate)
     has_tpot = np.isfinite(simulated.tpot).any()
     mean_tpot = float(np.nanmean(simulated.tpot)) if has_tpot else 0.0

@@ -23,7 +23,7 @@ from crossover.reports.answers.cheapest_gpu import MIN_GAIN, MIN_RATE, gpus_that
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import SLOW_STEPS, simulation_of
 from crossover.reports.report_data import CellData, ReportData
-from crossover.serving.capacity.simulated_capacity import Server, server_of
+from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import Slo
 
 TTFT_SECONDS = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
@@ -136,10 +136,9 @@ def _entry(
     `model_row` is the model's row of the first table, from 0; `run_index` is the index of the run's
     own SLO in the grid.
     """
-    if cell.step_times is None or cell.policy is None or cell.traffic is None:
+    server = cell.simulated(REQUESTS)
+    if server is None:
         return None
-    lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
-    server = server_of(cell.step_times, cell.policy, lengths, arrivals, REQUESTS)
     meets_unloaded, capacities = _capacities(server, answer.slo, grid)
     if cell.estimated_rate and capacities[run_index] > 0:
         # Under the run's SLO the sliders must show the capacity that the table shows.
@@ -147,7 +146,7 @@ def _entry(
     confirmed = _confirmed_rates(cell, grid, answer.slo, capacities)
     gpus: list[OfferedGpu] = []
     takeover = np.full(len(grid), -1)
-    if cell.spec is not None and answer.gpu is None:
+    if cell.spec is not None and cell.traffic is not None and answer.gpu is None:
         required_rates = np.maximum(capacities * MIN_GAIN, MIN_RATE)
         for service in gpus_that_fit(cell.spec, cell.traffic, MAX_GPUS):
             _, low_ends = _capacities(simulation_of(service, SLOW_STEPS), answer.slo, grid)

@@ -55,7 +55,7 @@ def calibrated_machine(path: Path) -> Machine:
         file = read_machine_file(path)
     except LoadError as problem:
         raise ReportError(str(problem)) from problem
-    policy = file.models[0].policy
+    policy = file.models[0].server.settings
     return Machine(
         name=file.name,
         step_times=lambda spec, weight_format, slots, devices: _step_times(
@@ -79,7 +79,7 @@ def _step_times(
     same_format = [steps for steps in file.models if steps.weight_format == weight_format]
     for steps in same_format:
         if steps.model.name == spec.name:
-            return steps.step_times, SAME_HALF_WIDTH
+            return steps.server.step_times, SAME_HALF_WIDTH
     if not same_format:
         nearest = _models_of_nearest_format(file, spec, weight_format)
         return _fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH
@@ -142,7 +142,7 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
     def fitted(coefficient: str, *terms: Callable[[ModelSpec], float]) -> float:
         """Return a coefficient of the step-time model: the sum of its terms, each times a factor
         that is fitted to the measured models."""
-        seconds = np.array([getattr(steps.step_times, coefficient) for steps in measured])
+        seconds = np.array([getattr(steps.server.step_times, coefficient) for steps in measured])
         if len(measured) == 1 or not seconds.all():
             # One model does not tell two terms apart, and the relative error of a coefficient of 0
             # is not defined: all of it is taken to grow with the first term.
@@ -154,9 +154,9 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
         return float(factors / scale @ [term(spec) for term in terms])
 
     outside_seconds = [
-        steps.step_times.request_seconds
+        steps.server.step_times.request_seconds
         for steps in measured
-        if steps.step_times.request_seconds is not None
+        if steps.server.step_times.request_seconds is not None
     ]
     return StepTimeModel(
         request_seconds=fmean(outside_seconds) if outside_seconds else None,
@@ -181,9 +181,9 @@ def _expert_seconds(spec: ModelSpec, measured: Sequence[ModelSteps]) -> float:
     mixtures = [steps for steps in measured if steps.model.experts is not None]
     if mixtures:
         parameters = sum(_expert_parameters(steps.model) for steps in mixtures)
-        seconds = sum(steps.step_times.expert_seconds for steps in mixtures)
+        seconds = sum(steps.server.step_times.expert_seconds for steps in mixtures)
         return seconds * _expert_parameters(spec) / parameters
     seconds_per_parameter = fmean(
-        steps.step_times.base_seconds / _shared_parameters(steps.model) for steps in measured
+        steps.server.step_times.base_seconds / _shared_parameters(steps.model) for steps in measured
     )
     return seconds_per_parameter * _expert_parameters(spec)

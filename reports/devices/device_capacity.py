@@ -31,15 +31,14 @@ from crossover.reports.errors import ReportError
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
+    SHOWN_SEED,
+    Demand,
     Lengths,
-    PrefixReuse,
     Server,
-    drawn_lengths,
+    ServerModel,
 )
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
-from crossover.serving.workload.arrivals import Arrivals, Poisson
-from crossover.serving.workload.request_lengths import Workload
 
 # From the half width of a two-sided 90 % band to a one-sided bound of 90 %: the normal
 # distribution's quantile of 90 % over that of 95 %.
@@ -73,32 +72,28 @@ StepTimesOf = Callable[[ModelSpec, str, int, int], tuple[StepTimeModel, float]]
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """The requests: their lengths and arrivals. Lengths are compared by identity, so that
-    simulations can be cached: draw them once for a workload (`drawn_lengths`)."""
+    """The requests, and the server that was measured with them."""
 
-    lengths: Lengths
-    arrivals: Arrivals = Poisson()
-    workload: Workload | None = None  # from which the lengths were drawn; None: not known
-    # Time that a request spends outside the engine, from the machine where it was measured (see
-    # StepTimeModel). Devices that were not measured are assumed to need as much. None: not known.
-    request_seconds: float | None = None
+    demand: Demand
+    # Devices that were not measured are assumed to find as much of prompts in their cache, to spend
+    # as much on reasoning, and to need as much time outside the engine. None: not measured.
+    server: ServerModel | None = None
 
-    def served_with(self, reuse: PrefixReuse | None, reasoning_share: float) -> Traffic:
-        """Return the traffic as it reaches one server.
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths of the requests, as that server gets them."""
+        if self.server is None:
+            return self.demand.lengths()
+        return self.server.lengths(self.demand.workload, QUICK_REQUESTS, SHOWN_SEED)
 
-        `reuse` says how much of histories that server finds in its cache, `reasoning_share` how
-        much of an answer's duration its model spends on reasoning.
-        """
-        if self.workload is None or (reuse is None and not reasoning_share):
-            return self
-        lengths = drawn_lengths(
-            self.workload,
-            len(self.lengths.prompt),
-            1,
-            reuse=reuse,
-            reasoning_share=reasoning_share,
-        )
-        return msgspec.structs.replace(self, lengths=lengths)
+    def server_with(self, step_times: StepTimeModel, settings: SchedulerSettings) -> ServerModel:
+        """Return a device that serves these requests."""
+        if self.server is None:
+            return ServerModel(step_times, settings)
+        if step_times.request_seconds is None:
+            outside_seconds = self.server.step_times.request_seconds
+            step_times = msgspec.structs.replace(step_times, request_seconds=outside_seconds)
+        return msgspec.structs.replace(self.server, step_times=step_times, settings=settings)
 
     @property
     def mean_prompt(self) -> float:
@@ -197,7 +192,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of a machine under an SLO, requests/s. Where it is None, `reason` says why."""
 
     device: str
-    grade: CapacityGrade = msgspec.field(name="kind")
+    grade: CapacityGrade
     devices: int = 1  # which share each step
     low: float | None = None  # the low end: the capacity is above it in nine of ten cases
     rate: float | None = None
@@ -232,7 +227,6 @@ def machine_of(device: Device) -> Machine:
     )
 
 
-@lru_cache(maxsize=1024)
 def simulation_of(service: Service, speed: int) -> Server:
     """Return a service as the simulation runs it, with SLOW_STEPS, EXPECTED_STEPS or FAST_STEPS.
 
@@ -243,11 +237,8 @@ def simulation_of(service: Service, speed: int) -> Server:
         service.spec, service.weight_format, machine.slots, service.devices
     )
     step_times = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
-    if step_times.request_seconds is None:
-        step_times = msgspec.structs.replace(step_times, request_seconds=traffic.request_seconds)
-    policy = service.policy()
     count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
-    return Server(step_times, policy, traffic.lengths, traffic.arrivals, count=count)
+    return traffic.server_with(step_times, service.policy()).simulated(traffic.demand, count)
 
 
 def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:

@@ -190,7 +190,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     binding: dict[str, BindingLimit] = {}  # machine -> what limits it
     price_date: str = ""  # the oldest date of a list price; "": there is no list price
     # Title of an option -> its cost curve.
-    cost_curves: dict[str, list[CurvePoint]] = msgspec.field(name="stairs", default_factory=dict)
+    cost_curves: dict[str, list[CurvePoint]] = {}
 
     @property
     def choice(self) -> Option | None:

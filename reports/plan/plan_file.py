@@ -26,11 +26,10 @@ from crossover.models.identity.identify_model import ModelIdentity, identify
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format
-from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.serving.backends.model_engines import usual_engines
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, lengths_of
+from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.toml_files import Table, converted, key
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
@@ -158,7 +157,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     spec: ModelSpec
     forecast: Forecast
     slo: Slo
-    traffic: Traffic
+    demand: Demand
     lengths: str  # lengths of prompts and answers, as a phrase
     folder: Path  # paths in the file are relative to it
     weight_format: str  # on CPUs
@@ -194,14 +193,15 @@ def read_question(
                 f"model = {keys.model!r}: its shape is unknown, so nothing can be predicted for "
                 f"it: {model.missing}"
             )
-        lengths = lengths_of(workload_with_paths, QUICK_REQUESTS, seed=1)
+        demand = Demand(workload_with_paths, keys.forecast.arrivals)
+        lengths = demand.lengths()
         notes = "".join(f" ({note})" for note in notes_of(workload_with_paths))
         return Question(
             keys=keys,
             spec=spec,
             forecast=_forecast(keys.forecast),
             slo=slo_of(keys.slo or "chat"),
-            traffic=Traffic(lengths, keys.forecast.arrivals),
+            demand=demand,
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
             f"in, {lengths.output.mean():.0f} out{notes}",
             folder=folder,

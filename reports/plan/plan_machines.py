@@ -32,6 +32,7 @@ from crossover.reports.devices.device_capacity import (
     DeviceCapacity,
     Machine,
     Service,
+    Traffic,
     capacity_of,
     machine_of,
 )
@@ -41,7 +42,7 @@ from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
-from crossover.serving.capacity.simulated_capacity import Z_90, Server, sd_of
+from crossover.serving.capacity.simulated_capacity import Z_90, sd_of
 from crossover.serving.capacity.slo import Slo
 
 
@@ -168,7 +169,7 @@ def _predicted_candidate(question: Question, machine: Machine, weight_format: st
     and have a capacity above 0. If no number of them has, return one device, with the reason."""
 
     def capacity_with(count: int) -> DeviceCapacity:
-        service = Service(machine, question.spec, weight_format, question.traffic, count)
+        service = Service(machine, question.spec, weight_format, Traffic(question.demand), count)
         return capacity_of(service, question.slo)
 
     for count in TENSOR_PARALLEL_SIZES:
@@ -287,7 +288,7 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     if _has_measured_requests(cell, question):
         candidate = _measured_candidate(name, cell.capacity, watts)
         return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
-    if cell.step_times is None or cell.policy is None:
+    if cell.server is None:
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
             "known for other requests"
@@ -295,25 +296,22 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     # Load levels show by which factor steps are slower than the model says. If the machine's speed
     # changed during the run, that factor is known for only one of its speeds, so it does not count.
     is_factor_known = bool(cell.capacity.factor) and not cell.capacity.speed_moved
-    step_times = cell.step_times
+    server = cell.server
     sd = sd_of(1 if is_factor_known else 0)
     machine = Machine(
         name=name,
-        step_times=lambda spec, weight_format, slots, devices: (
-            step_times,
-            Z_90 * sd,
-        ),
-        slots=cell.policy.slots,
+        step_times=lambda spec, weight_format, slots, devices: (server.step_times, Z_90 * sd),
+        slots=server.settings.slots,
         grade="estimated",
-        policy=cell.policy,
+        policy=server.settings,
         watts=watts,
     )
-    service = Service(machine, question.spec, cell.weight_format, question.traffic)
+    service = Service(machine, question.spec, cell.weight_format, Traffic(question.demand, server))
     candidate = _candidate(capacity_of(service, question.slo))
     if candidate.rate is None or not question.slo.limits:
         return candidate
-    server = Server(step_times, cell.policy, question.traffic.lengths, question.traffic.arrivals)
-    binding = binding_limit(server, question.slo, candidate.rate)
+    simulated = server.simulated(question.demand)
+    binding = binding_limit(simulated, question.slo, candidate.rate)
     if cell.side != CPU:
         binding = msgspec.structs.replace(binding, is_on_gpu=True)
     return msgspec.structs.replace(candidate, binding=binding)
@@ -357,9 +355,9 @@ def _has_measured_requests(cell: CellData, question: Question) -> bool:
     """Return whether the run measured requests of the plan's lengths and arrivals."""
     if cell.traffic is None:
         return False
-    planned, measured = question.traffic.lengths, cell.traffic.lengths
+    planned, measured = question.demand.lengths(), cell.traffic.demand.lengths()
     has_same_lengths = np.array_equal(planned.prompt, measured.prompt) and np.array_equal(
         planned.output, measured.output
     )
-    has_same_arrivals = question.traffic.arrivals == cell.traffic.arrivals
+    has_same_arrivals = question.demand.arrivals == cell.traffic.demand.arrivals
     return has_same_lengths and has_same_arrivals

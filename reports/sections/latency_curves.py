@@ -27,7 +27,6 @@ from crossover.reports.chart_style import (
 )
 from crossover.reports.report_data import SIDES, CellData, ReportData
 from crossover.reports.sections.section import Chart, ChartGroup, Picture
-from crossover.serving.capacity.simulated_capacity import server_of
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
 POINTS = 14  # of a curve
@@ -98,10 +97,9 @@ def charts_of(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
 
 def _simulated_rows(cell: CellData, names: Sequence[str], rates: Sequence[float]) -> list[Row]:
     """Return a row for each rate, kind of latency and quantile; []: there is no step-time model."""
-    if cell.step_times is None or cell.policy is None or cell.traffic is None:
+    server = cell.simulated(REQUESTS)
+    if server is None:
         return []
-    traffic = cell.traffic
-    server = server_of(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, REQUESTS)
     rows: list[Row] = []
     for rate in rates:
         simulated = server.play(rate)

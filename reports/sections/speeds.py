@@ -134,12 +134,12 @@ def batching_sentence(cell: CellData, steps: dict[int, float]) -> str:
 def step_seconds(cell: CellData) -> dict[int, float]:
     """Return batch size -> seconds of a decode step, up to the slots; {} without a step-time
     model."""
-    if cell.step_times is None or cell.traffic is None or cell.policy is None:
+    if cell.server is None or cell.traffic is None:
         return {}
     context = cell.traffic.mean_prompt + cell.traffic.mean_output / 2
-    slots = cell.slots or cell.policy.slots
+    slots = cell.slots or cell.server.settings.slots
     sizes = [size for size in BATCH_SIZES if size <= slots] or [1]
-    return {size: cell.step_times.seconds(size, 0, size * context) for size in sizes}
+    return {size: cell.server.step_times.seconds(size, 0, size * context) for size in sizes}
 
 
 def _batch_words(steps: dict[int, float], size: int) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from crossover.models import formatting
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import Server, crossing_of
+from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
@@ -189,7 +189,7 @@ class _Gains:
 
     def __init__(self, server: Server, slo: Slo) -> None:
         self._server, self._slo = server, slo
-        self._own = self._capacity(server.step_times, server.settings)
+        self._own = self._capacity()
 
     def cheaper(self, kind: LimitKind) -> float:
         """Return the gain of halving one cost."""
@@ -197,20 +197,26 @@ class _Gains:
         lowered = {name: getattr(step_times, name) * LIFTED_COST for name in COSTS[kind]}
         if not any(lowered.values()):
             return 1.0
-        cheaper = msgspec.structs.replace(step_times, **lowered)
-        return self._gain(cheaper, self._server.settings)
+        return self._gain(msgspec.structs.replace(step_times, **lowered))
 
     def with_settings(self, settings: SchedulerSettings) -> float:
         """Return the gain of other settings."""
-        return self._gain(self._server.step_times, settings)
+        return self._gain(settings=settings)
 
-    def _gain(self, step_times: StepTimeModel, settings: SchedulerSettings) -> float:
+    def _gain(
+        self,
+        step_times: StepTimeModel | None = None,
+        settings: SchedulerSettings | None = None,
+    ) -> float:
         return max(1.0, self._capacity(step_times, settings) / self._own) if self._own else 1.0
 
-    def _capacity(self, step_times: StepTimeModel, settings: SchedulerSettings) -> float:
-        server = self._server
-        count = min(server.count, REQUESTS)
-        return crossing_of(step_times, settings, server.lengths, server.arrivals, self._slo, count)
+    def _capacity(
+        self,
+        step_times: StepTimeModel | None = None,
+        settings: SchedulerSettings | None = None,
+    ) -> float:
+        count = min(self._server.count, REQUESTS)
+        return self._server.changed(step_times, settings, count=count).crossing(self._slo)
 
 
 class _LargerSetting(NamedTuple):

@@ -1,9 +1,10 @@
 """The capacity of a simulated server: the rate at which SLO attainment equals the target.
 
-    result = capacity(step_times, SchedulerSettings(slots=8), workload, SLO_PRESETS["chat"])
+    server = ServerModel(step_times, SchedulerSettings(slots=8))
+    result = server.capacity(Demand(workload), SLO_PRESETS["chat"])
     result.rate, result.steepness, result.alone_share
 
-Campaigns, sliders, other machines, GPUs and plans all use this one function. Rates count requests.
+Campaigns, sliders, other machines, GPUs and plans all use it. Rates count requests.
 If these are turns of conversations, conversations begin at the rate divided by their mean number of
 turns, and the capacity is also given in concurrent users. All rates are simulated with the same
 draws of arrivals and lengths (common random numbers), so that SLO attainment differs only because
@@ -61,6 +62,7 @@ MIN_TELLING = 0.7  # levels below this share of the capacity are not used
 MOVED = 0.2  # if steps take longer by more than this share, the machine's speed has changed
 
 SEED = 0
+SHOWN_SEED = 1  # of the requests that reports show and simulate
 REQUESTS = 8_000  # for each rate: the capacity varies by 2 % with the seed; with 2,000, by 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
 WARM_UP, COOL_DOWN = 0.05, 0.03  # shares of the duration whose requests are not counted
@@ -145,19 +147,19 @@ def sd_of(levels: float) -> float:
     return math.hypot(SD_CELL, SD_LEVEL / math.sqrt(levels)) if levels else SD_CALIBRATED
 
 
+@lru_cache(maxsize=32)
 def lengths_of(
     workload: Workload,
     n: int,
     seed: int,
-    reused_share: float = 0.0,
+    prefix_share: float = 0.0,
     *,
     reuse: PrefixReuse | None = None,
     reasoning_share: float = 0.0,
 ) -> Lengths:
     """Draw n requests of a workload; of conversations, as many as have about n turns.
 
-    `reused_share`: how much of a shared prefix is found in the server's cache. `reuse`: how much
-    the engine reuses of histories; None: everything that its slots hold.
+    The other arguments are fields of ServerModel. The same arguments give the same object.
     """
     if workload.has_sessions:
         count = max(1, math.ceil(n / mean_turns_of(workload)))
@@ -167,7 +169,7 @@ def lengths_of(
     prompt = np.array([request.prompt_tokens for request in requests], dtype=np.int64)
     output = np.array([request.output_tokens for request in requests], dtype=np.int64)
     prefix_tokens = np.array([request.prefix_tokens for request in requests])
-    cached = np.minimum(prompt - 1, (reused_share * prefix_tokens).astype(np.int64))
+    cached = np.minimum(prompt - 1, (prefix_share * prefix_tokens).astype(np.int64))
     return Lengths(prompt=prompt, output=output, cached=cached, reasoning_share=reasoning_share)
 
 
@@ -216,86 +218,72 @@ def lengths_of_sessions(
     )
 
 
-def capacity(
-    step_times: StepTimeModel,
-    settings: SchedulerSettings,
-    workload: Lengths | Workload,
-    slo: Slo,
-    *,
-    arrivals: Arrivals | None = None,
-    reused_share: float = 0.0,
-    reuse: PrefixReuse | None = None,
-    reasoning_share: float = 0.0,
-    requests: int = REQUESTS,
-) -> SimulatedCapacity:
-    """Return the simulated capacity.
+class Demand(msgspec.Struct, frozen=True):
+    """The requests that come to a server."""
 
-    `arrivals`: None: Poisson. `reused_share`: how much of the shared prefixes of a Workload is
-    found in the server's cache. `reuse`: how much it reuses of the histories of conversations;
-    None: everything that its slots hold. `reasoning_share`: the part of an answer's time before its
-    first answer token. `requests`: simulated at each rate. If the server meets the SLO even when it
-    is saturated, the rate is the saturated rate.
+    workload: Workload
+    arrivals: Arrivals = Poisson()
+
+    def lengths(self) -> Lengths:
+        """Return lengths of the requests, as reports show and simulate them."""
+        return lengths_of(self.workload, QUICK_REQUESTS, SHOWN_SEED)
+
+
+class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A server whose steps are known: what a capacity is simulated of.
+
+    Equal servers share their simulations, which are cached.
     """
-    if isinstance(workload, Workload):
-        workload = lengths_of(
-            workload, requests, SEED, reused_share, reuse=reuse, reasoning_share=reasoning_share
+
+    step_times: StepTimeModel
+    settings: SchedulerSettings
+    prefix_share: float = 0.0  # share of shared prefixes that it finds in its cache
+    # How much it reuses of the histories of conversations; None: everything that its slots hold.
+    reuse: PrefixReuse | None = None
+    reasoning_share: float = 0.0  # share of an answer's duration before its first answer token
+
+    def slower(self, factor: float) -> ServerModel:
+        """Return a server whose steps take longer by a factor."""
+        return msgspec.structs.replace(self, step_times=self.step_times.slower(factor))
+
+    def without_reuse(self) -> ServerModel:
+        """Return a server that computes the history of each conversation again."""
+        reuse = msgspec.structs.replace(self.reuse or PrefixReuse(), kind="none")
+        return msgspec.structs.replace(self, reuse=reuse)
+
+    def lengths(self, workload: Workload, n: int, seed: int) -> Lengths:
+        """Draw n requests of a workload, with what this server finds of them in its cache."""
+        return lengths_of(
+            workload,
+            n,
+            seed,
+            self.prefix_share,
+            reuse=self.reuse,
+            reasoning_share=self.reasoning_share,
         )
-    server = Server(step_times, settings, workload, arrivals, count=requests)
-    unloaded_share = float(slo.met_by(server.alone()).mean())
-    if unloaded_share < slo.target:
-        return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
-    rate = server.crossing(slo)
-    steepness = 1.0
-    if rate > 0:
-        # A server that is slower by a factor, at rates lower by that factor, behaves like this one
-        # with all limits tighter by the factor. So its capacity follows from the same simulations.
-        slower_rate = server.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
-        if slower_rate > 0:
-            steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
-    users = server.users(rate) if rate > 0 else None
-    return SimulatedCapacity(
-        rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
-    )
 
+    def simulated(self, demand: Demand, count: int = QUICK_REQUESTS) -> Server:
+        """Return the server as reports simulate it, with `count` requests at each rate."""
+        return _simulated_server(self, demand, count)
 
-@lru_cache(maxsize=32)
-def server_of(
-    step_times: StepTimeModel,
-    settings: SchedulerSettings,
-    lengths: Lengths,
-    arrivals: Arrivals,
-    count: int = REQUESTS,
-) -> Server:
-    """Return the simulated server; the same object for the same arguments, so that its simulations
-    are made once. Lengths are the same only if they are the same object."""
-    return Server(step_times, settings, lengths, arrivals, count=count)
+    def capacity(self, demand: Demand, slo: Slo, requests: int = REQUESTS) -> SimulatedCapacity:
+        """Return the simulated capacity, with so many requests at each rate."""
+        return _simulated_capacity(self, demand, slo, requests)
 
 
 @lru_cache(maxsize=1024)
-def crossing_of(
-    step_times: StepTimeModel,
-    settings: SchedulerSettings,
-    lengths: Lengths,
-    arrivals: Arrivals,
-    slo: Slo,
-    count: int,
-) -> float:
-    """Return `Server.crossing` of such a server, without keeping its simulations."""
-    return Server(step_times, settings, lengths, arrivals, count=count).crossing(slo)
+def _simulated_server(model: ServerModel, demand: Demand, count: int) -> Server:
+    lengths = model.lengths(demand.workload, QUICK_REQUESTS, SHOWN_SEED)
+    return Server(model.step_times, model.settings, lengths, demand.arrivals, count=count)
 
 
-@lru_cache(maxsize=16)
-def drawn_lengths(
-    workload: Workload,
-    n: int,
-    seed: int,
-    *,
-    reuse: PrefixReuse | None = None,
-    reasoning_share: float = 0.0,
-) -> Lengths:
-    """Return `lengths_of` these arguments; the same object for the same arguments, by which
-    `server_of` recognizes them."""
-    return lengths_of(workload, n, seed, reuse=reuse, reasoning_share=reasoning_share)
+@lru_cache(maxsize=64)
+def _simulated_capacity(
+    model: ServerModel, demand: Demand, slo: Slo, requests: int
+) -> SimulatedCapacity:
+    lengths = model.lengths(demand.workload, requests, SEED)
+    server = Server(model.step_times, model.settings, lengths, demand.arrivals, count=requests)
+    return server.capacity(slo)
 
 
 class Server:
@@ -305,17 +293,54 @@ class Server:
         self,
         step_times: StepTimeModel,
         settings: SchedulerSettings,
-        workload: Lengths | Workload,
-        arrivals: Arrivals | None = None,
+        lengths: Lengths,
+        arrivals: Arrivals = Poisson(),  # noqa: B008
         *,
         count: int = REQUESTS,
     ) -> None:
-        if isinstance(workload, Workload):
-            workload = lengths_of(workload, count, SEED)
-        self.step_times, self.settings, self.lengths = step_times, settings, workload
-        self.arrivals = Poisson() if arrivals is None else arrivals
+        """`count`: requests simulated at each rate."""
+        self.step_times = step_times
+        self.settings = settings
+        self.lengths = lengths
+        self.arrivals = arrivals
         self.count = count
         self.played: dict[float, Simulated] = {}  # by rate
+
+    def capacity(self, slo: Slo) -> SimulatedCapacity:
+        """Return the simulated capacity. If the server meets the SLO even when it is saturated, the
+        rate is the saturated rate."""
+        unloaded_share = float(slo.met_by(self.alone()).mean())
+        if unloaded_share < slo.target:
+            return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
+        rate = self.crossing(slo)
+        steepness = 1.0
+        if rate > 0:
+            # A server that is slower by a factor, at rates lower by that factor, behaves like this
+            # one with all limits tighter by the factor. So its capacity follows from the same
+            # simulations.
+            slower_rate = self.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
+            if slower_rate > 0:
+                steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
+        users = self.users(rate) if rate > 0 else None
+        return SimulatedCapacity(
+            rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
+        )
+
+    def changed(
+        self,
+        step_times: StepTimeModel | None = None,
+        settings: SchedulerSettings | None = None,
+        *,
+        count: int,
+    ) -> Server:
+        """Return a server with other step times or settings and the same requests."""
+        return Server(
+            step_times or self.step_times,
+            settings or self.settings,
+            self.lengths,
+            self.arrivals,
+            count=count,
+        )
 
     def alone(self) -> Simulated:
         """Return the unloaded server: TTFT and TPOT of one request at a time, in closed form.

@@ -10,11 +10,11 @@ logical CPUs may share a core, and every step waits for its slowest thread. The 
 CACHE/engine-times.json and reused until the CPU or the version of an engine's library changes.
 Times that other processes disturbed are measured again.
 
-A step-time model is fitted to the times of each engine, and `capacity()` computes the engine's
-capacity under the workload and the SLO. The engine with the highest capacity is chosen. If another
-engine's capacity lies within the 90 % confidence interval of the highest one, the difference is not
-significant, and the engine with more bits per weight is chosen. If no engine meets the SLO even
-unloaded, the capacities without latency limits decide.
+A step-time model is fitted to the times of each engine, and `ServerModel.capacity` computes the
+engine's capacity under the workload and the SLO. The engine with the highest capacity is chosen. If
+another engine's capacity lies within the 90 % confidence interval of the highest one, the
+difference is not significant, and the engine with more bits per weight is chosen. If no engine
+meets the SLO even unloaded, the capacities without latency limits decide.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, Sche
 from crossover.serving.capacity.simulated_capacity import (
     SEED,
     Z_90,
+    Demand,
+    ServerModel,
     SimulatedCapacity,
-    capacity,
     lengths_of,
     sd_of,
 )
@@ -447,13 +448,8 @@ def _with_capacities(
     ) -> EngineCandidate:
         if candidate.times is None or candidate.why_not:
             return candidate
-        simulated = capacity(
-            step_times_of_timings(candidate.times),
-            question.settings,
-            question.workload,
-            slo,
-            requests=CHOICE_REQUESTS,
-        )
+        server = ServerModel(step_times_of_timings(candidate.times), question.settings)
+        simulated = server.capacity(Demand(question.workload), slo, CHOICE_REQUESTS)
         return msgspec.structs.replace(candidate, capacity=simulated, is_without_slo=is_without_slo)
 
     with_slo = [with_capacity(candidate, question.slo) for candidate in candidates]

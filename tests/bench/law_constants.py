@@ -1,6 +1,6 @@
 """The constants of the step-time model, chosen on recorded runs; half of the cells are held out.
 
-    python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
+    python -m tests.bench.law_constants RUN.tar.xz...          # archives of tests/bench/runs
 
 For each cell that has a calibration and levels near its capacity it computes three things: the
 step-time model that crossover.loadtests.capacity fits to the recorded timestamps; the capacity
@@ -34,7 +34,7 @@ from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     Lengths,
-    capacity,
+    Server,
     common_factor,
     lengths_of,
     sd_of,
@@ -194,7 +194,7 @@ def figures(path: Path) -> list[dict[str, Any]]:
         def of(
             factor: float, cell: Cell = cell, step_times: StepTimeModel = step_times
         ) -> tuple[float, float]:
-            made = capacity(step_times.slower(factor), cell.policy, cell.lengths, cell.slo)
+            made = Server(step_times.slower(factor), cell.policy, cell.lengths).capacity(cell.slo)
             return made.rate, made.steepness
 
         first, first_steep = of(1.0)

@@ -17,7 +17,11 @@ import msgspec
 from crossover.loadtests.campaign.resume_state import campaign_of
 from crossover.loadtests.records.journal_events import Calibrated, of_kind
 from crossover.loadtests.records.run_folder import read_records
-from crossover.serving.capacity.simulated_capacity import LOADED, SimulatedCapacity, capacity
+from crossover.serving.capacity.simulated_capacity import (
+    LOADED,
+    Demand,
+    SimulatedCapacity,
+)
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.workload.request_lengths import Workload
 
@@ -37,18 +41,19 @@ def main(folders: list[str]) -> None:
             for slo in ("reading", "batch")
         ]
         for made in of_kind(run.events, Calibrated):
-            if made.step_times is None or made.policy is None:
+            if made.server is None:
                 continue
-            step_times, policy = made.step_times.slower(LOADED), made.policy
+            server = made.server.slower(LOADED)
+            settings_tried = [
+                msgspec.structs.replace(server.settings, step_tokens=tokens)
+                for tokens in STEP_TOKENS
+            ]
             for name, workload, slo in questions:
                 found: list[SimulatedCapacity] = [
-                    capacity(
-                        step_times,
-                        msgspec.structs.replace(policy, step_tokens=tokens),
-                        workload,
-                        slo,
+                    msgspec.structs.replace(server, settings=settings).capacity(
+                        Demand(workload), slo
                     )
-                    for tokens in STEP_TOKENS
+                    for settings in settings_tried
                 ]
                 before, after = (one.rate for one in found)
                 ratio = f"{after / before:.2f}" if before else "-"

@@ -35,10 +35,13 @@ from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import RunRecords, read_records
 from crossover.serving.capacity.batching_simulator import simulate
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import PrefixReuse, capacity, lengths_of_sessions
+from crossover.serving.capacity.simulated_capacity import (
+    Demand,
+    PrefixReuse,
+    ServerModel,
+    lengths_of_sessions,
+)
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import Workload
 from tests.bench.paired import parser_of
@@ -132,10 +135,10 @@ def truth_of(
 ) -> float | None:
     """Return the rate at which the long-run SLO attainment equals the target, by the step-time
     model with the factor that fits all levels."""
-    made = [one for one in of_kind(first.events, Calibrated) if one.step_times and one.policy]
-    if not made or not levels:
+    servers = [one.server for one in of_kind(first.events, Calibrated) if one.server is not None]
+    if not servers or not levels:
         return None
-    step_times, policy, workload = made[-1].step_times, made[-1].policy, campaign.workload
+    server, workload = servers[-1], campaign.workload
     judged = [one.judge(slo) for one in levels]
     measured = sum(one.good for one in judged)
     if measured == sum(one.due for one in judged):
@@ -143,35 +146,19 @@ def truth_of(
     low, high = (math.log(one) for one in FACTORS)
     for _ in range(14):  # more good requests: quicker steps
         middle = (low + high) / 2
-        slower = step_times.slower(math.exp(middle))
-        good = sum(_simulated_good(slower, policy, one, slo, workload, made[-1]) for one in levels)
+        slower = server.slower(math.exp(middle))
+        good = sum(_simulated_good(slower, one, slo, workload) for one in levels)
         low, high = (middle, high) if good > measured else (low, middle)
-    factor = math.exp((low + high) / 2)
-    return capacity(
-        step_times.slower(factor),
-        policy,
-        workload,
-        slo,
-        arrivals=campaign.arrivals,
-        reuse=made[-1].reuse,
-        reasoning_share=made[-1].reasoning_share,
-        requests=20_000,
-    ).rate
+    fitting = server.slower(math.exp((low + high) / 2))
+    return fitting.capacity(Demand(workload, campaign.arrivals), slo, 20_000).rate
 
 
-def _simulated_good(
-    step_times: StepTimeModel,
-    policy: SchedulerSettings,
-    level: Level,
-    slo: Slo,
-    workload: Workload,
-    made: Calibrated,
-) -> int:
+def _simulated_good(server: ServerModel, level: Level, slo: Slo, workload: Workload) -> int:
     """Return how many requests of a level meet the SLO if it is simulated with its own arrivals and
     lengths. Conversations are simulated with their own sessions: when each began, the tokens of
     every turn, and the think times; what is found in the cache is simulated."""
     if workload.has_sessions:
-        return _simulated_good_turns(step_times, policy, level, slo, workload, made)
+        return _simulated_good_turns(server, level, slo, workload)
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
@@ -179,29 +166,22 @@ def _simulated_good(
         np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
     )
     cached = np.nan_to_num(level.cached_tokens)
-    played = simulate(step_times, policy, level.due, prompt, output, cached)
-    played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
+    played = simulate(server.step_times, server.settings, level.due, prompt, output, cached)
+    played = msgspec.structs.replace(played, reasoning_share=server.reasoning_share)
     return int(slo.met_by(played)[level.counted].sum())
 
 
-def _simulated_good_turns(
-    step_times: StepTimeModel,
-    policy: SchedulerSettings,
-    level: Level,
-    slo: Slo,
-    workload: Workload,
-    made: Calibrated,
-) -> int:
+def _simulated_good_turns(server: ServerModel, level: Level, slo: Slo, workload: Workload) -> int:
     """Return how many turns in the window meet the SLO. Turns are in the window by their scheduled
     times in the simulation, whose answers end at other times; the number is scaled to as many turns
     as were due in the window."""
-    reuse = made.reuse or PrefixReuse()
+    reuse = server.reuse or PrefixReuse()
     sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.seed)
     begins = {
         int(level.session[one]): float(level.due[one]) for one in np.flatnonzero(level.turn == 0)
     }
     lengths = lengths_of_sessions(
-        [one for one in sessions if one.index in begins], workload, reuse, made.reasoning_share
+        [one for one in sessions if one.index in begins], workload, reuse, server.reasoning_share
     )
     assert lengths.turns is not None
     # As the server counted them, where it did.
@@ -220,8 +200,8 @@ def _simulated_good_turns(
     )
     turns = msgspec.structs.replace(lengths.turns, history_tokens=np.maximum(history, 0))
     due = np.array([begins[one] for one in lengths.turns.session.tolist()])
-    played = simulate(step_times, policy, due, prompt, lengths.output, turns=turns)
-    played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
+    played = simulate(server.step_times, server.settings, due, prompt, lengths.output, turns=turns)
+    played = msgspec.structs.replace(played, reasoning_share=server.reasoning_share)
     inside = (played.due >= level.window[0]) & (played.due < level.window[1])
     share = float(slo.met_by(played)[inside].mean()) if inside.any() else 0.0
     return round(share * int(level.counted.sum()))

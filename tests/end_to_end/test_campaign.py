@@ -34,7 +34,7 @@ from crossover.loadtests.records.journal_events import (
     of_kind,
 )
 from crossover.loadtests.records.run_folder import read_records
-from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_server import SETTINGS
@@ -131,7 +131,11 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     found, settings = ended.capacity, plan.campaign
     if found.method == "step_times":
         policy = SETTINGS
-        truth = capacity(StepTimeModel(**STEP_TIMES), policy, settings.workload, settings.slo).rate
+        truth = (
+            ServerModel(StepTimeModel(**STEP_TIMES), policy)
+            .capacity(Demand(settings.workload), settings.slo)
+            .rate
+        )
         assert found.estimated_rate == pytest.approx(truth, rel=0.3)
         assert found.confirmed_rate is None or found.confirmed_rate < 1.1 * truth
     manifest = records.manifest

@@ -41,8 +41,9 @@ def test_its_law_has_experts_and_the_report_says_what_they_mean(tmp_path: Path) 
     )
     folder = world.run(with_experts(campaign(more='devices = ["cpu"]'), SPEC), tmp_path)
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.step_times is not None and made.step_times.experts == EXPERTS_STEP_TIMES.experts
-    assert made.step_times.expert_seconds == pytest.approx(
+    assert made.server is not None
+    assert made.server.step_times.experts == EXPERTS_STEP_TIMES.experts
+    assert made.server.step_times.expert_seconds == pytest.approx(
         EXPERTS_STEP_TIMES.expert_seconds, rel=0.1
     )
     data = read_report(folder)

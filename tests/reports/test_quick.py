@@ -28,7 +28,7 @@ from crossover.reports.answers.quick_answer import QuickAnswer, quick_answer
 from crossover.reports.cli import quick_command
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import read_report
-from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
@@ -59,7 +59,7 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     answer = answer_of(simulated, tmp_path)
     assert simulated.now < 75  # the rest is for starting and simulating
     known = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
-    truth = capacity(known, SETTINGS, SHORT, CHAT, requests=2000).rate
+    truth = ServerModel(known, SETTINGS).capacity(Demand(SHORT), CHAT, 2000).rate
     found = answer.capacity
     assert found is not None and found.estimated_rate is not None
     assert found.estimated_rate == pytest.approx(truth, rel=0.25)
@@ -83,7 +83,7 @@ def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:
     slo = parse_slo("ttft=2,e2e=4,target=0.9")
     answer = answer_of(Simulated(base=0.02, row=0.005, prompt=0.001, policy=None), tmp_path, slo)
     truth, without = (
-        capacity(known, SETTINGS, SHORT, limits, requests=2000).rate
+        ServerModel(known, SETTINGS).capacity(Demand(SHORT), limits, 2000).rate
         for limits in (slo, parse_slo("ttft=2,target=0.9"))
     )
     found = answer.capacity

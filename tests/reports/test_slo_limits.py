@@ -95,10 +95,9 @@ def advised(slo: Slo) -> str:
         high=2.0,
         steepness=4.0,
     )
-    assert cell.step_times is not None and cell.policy is not None and cell.traffic is not None
-    assert cell.traffic.workload is not None
+    assert cell.server is not None and cell.traffic is not None
     reachable = slo.with_limits(**dict.fromkeys(slo.limits, 2.0))
-    return advice(wide, cell.step_times, cell.policy, cell.traffic.workload, reachable)
+    return advice(wide, cell.server, cell.traffic.demand, reachable)
 
 
 ANSWERS: dict[str, Callable[[Slo], object]] = {

@@ -491,12 +491,14 @@ def test_the_simulated_ttft_of_a_single_request_has_its_time_outside_the_engine(
     12 ms."""
     for cell in (cell for cell in h200()[0].cells if cell.device == "gpu"):
         (level,) = cell.single_stream_levels
-        assert cell.step_times and cell.policy and cell.traffic and cell.spec
+        assert cell.server and cell.traffic and cell.spec
         prompts = level.prompt_tokens.astype(np.int64)
         lengths = Lengths(prompts, np.ones_like(prompts), np.zeros_like(prompts))
-        simulated_ttft = Server(cell.step_times, cell.policy, lengths).alone().ttft.mean()
+        simulated_ttft = (
+            Server(cell.server.step_times, cell.server.settings, lengths).alone().ttft.mean()
+        )
         assert simulated_ttft == pytest.approx(level.ttft.mean(), rel=0.05)
-        outside_seconds = cell.step_times.request_seconds
+        outside_seconds = cell.server.step_times.request_seconds
         # A GPU that nobody measured is predicted behind the same server.
         service = Service(machine_of(device_named("NVIDIA L4")), cell.spec, "bf16", cell.traffic)
         assert simulation_of(service, EXPECTED_STEPS).step_times.request_seconds == outside_seconds

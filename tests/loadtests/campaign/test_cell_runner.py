@@ -27,7 +27,12 @@ from crossover.loadtests.records.journal_events import (
     of_kind,
 )
 from crossover.loadtests.records.run_folder import read_records
-from crossover.serving.capacity.simulated_capacity import NO_REUSE, QUICK_REQUESTS, capacity
+from crossover.serving.capacity.simulated_capacity import (
+    NO_REUSE,
+    QUICK_REQUESTS,
+    Demand,
+    ServerModel,
+)
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
@@ -57,7 +62,11 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     found, (rate,) = found_in(folder), rates(folder)
     step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
     assert world.policy is not None
-    truth = capacity(step_times, world.policy, plan.campaign.workload, plan.campaign.slo).rate
+    truth = (
+        ServerModel(step_times, world.policy)
+        .capacity(Demand(plan.campaign.workload), plan.campaign.slo)
+        .rate
+    )
     assert (
         found.state == "confirmed"
         and found.confirmed_rate is not None
@@ -68,7 +77,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert 0.65 * truth < found.confirmed_rate <= rate < truth
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.step_times is not None
+    assert made.server is not None
     parts = (
         "single stream: 20 (100%) of 20 met the SLO",
         "calibrated in",
@@ -107,7 +116,7 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
     check_folder(folder)
     found, tried = found_in(folder), rates(folder)
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.step_times is None and "several tokens" in made.reason
+    assert made.server is None and "several tokens" in made.reason
     assert (found.state, found.method) == ("confirmed", "levels")
     assert found.low is not None and found.high is not None
     assert 1.0 < found.low < 2.1 < found.high < 3.2
@@ -139,7 +148,7 @@ def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -
     folder = Simulated(noise=0.6).run(campaign(120, more="seed = 4"), tmp_path)
     check_folder(folder)
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.step_times is None and "error on steps left out of the fit" in made.reason
+    assert made.server is None and "error on steps left out of the fit" in made.reason
     found, tried = found_in(folder), rates(folder)
     assert len(tried) > 1 and found.low and found.high, "levels bound what no model estimates"
 
@@ -277,20 +286,17 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     folder = world.run(plan, tmp_path)
     check_folder(folder)
     found, (made,) = found_in(folder), of_kind(read_records(folder).events, Calibrated)
-    assert made.reuse is not None and made.reuse.kind == "any prefix"
-    assert made.reuse.answer_share == 1.0 and made.reuse.answer_growth == pytest.approx(1.0)
+    assert made.server is not None and made.server.reuse is not None
+    reuse = made.server.reuse
+    assert reuse.kind == "any prefix"
+    assert reuse.answer_share == 1.0 and reuse.answer_growth == pytest.approx(1.0)
     step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.004, prompt_token_seconds=0.0014)
     assert world.policy is not None
     asked = plan.campaign
     with_reuse, without = (
-        capacity(
-            step_times,
-            world.policy,
-            asked.workload,
-            asked.slo,
-            reuse=reuse,
-            requests=QUICK_REQUESTS,
-        ).rate
+        ServerModel(step_times, world.policy, reuse=reuse)
+        .capacity(Demand(asked.workload), asked.slo, QUICK_REQUESTS)
+        .rate
         for reuse in (None, NO_REUSE)
     )
     assert found.estimated_rate == pytest.approx(with_reuse, rel=0.1)

@@ -9,6 +9,7 @@ import msgspec
 from crossover.loadtests.capacity.machine_file import Hardware, MachineFile, ModelSteps
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import ServerModel
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
 
@@ -21,8 +22,9 @@ def steps_of(
         model=ladder_model(model).spec,
         weight_format=weight_format,
         threads=2,
-        policy=SchedulerSettings(slots=slots, step_seconds_target=0.3, step_tokens=2048),
-        step_times=step_times,
+        server=ServerModel(
+            step_times, SchedulerSettings(slots=slots, step_seconds_target=0.3, step_tokens=2048)
+        ),
         spent_seconds=20.0,
     )
 

@@ -5,7 +5,7 @@ import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, max_concurrent_streams
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
@@ -43,9 +43,9 @@ def test_the_law_is_found_again_and_the_capacity_with_it(slots):
     )
     assert server.spent_seconds < 20
     policy = SchedulerSettings(slots=made.slots, step_tokens=2048, step_seconds_target=None)
-    simulated = capacity(made.step_times, policy, CHAT, SLO, requests=2000).rate
+    simulated = ServerModel(made.step_times, policy).capacity(Demand(CHAT), SLO, 2000).rate
     assert simulated == pytest.approx(
-        capacity(STEP_TIMES, policy, CHAT, SLO, requests=2000).rate, rel=0.05
+        ServerModel(STEP_TIMES, policy).capacity(Demand(CHAT), SLO, 2000).rate, rel=0.05
     )
     if slots == 4:
         again = KnownServer(STEP_TIMES.seconds, slots=4)
@@ -67,9 +67,9 @@ def test_bursts_tell_what_reading_the_experts_of_a_mixture_costs():
         )
     policy = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
     slo = Slo("x", ttft_seconds=2.0, tpot_seconds=0.03, target=0.9)
-    simulated = capacity(made.step_times, policy, CHAT, slo, requests=2000).rate
+    simulated = ServerModel(made.step_times, policy).capacity(Demand(CHAT), slo, 2000).rate
     assert simulated == pytest.approx(
-        capacity(EXPERTS_STEP_TIMES, policy, CHAT, slo, requests=2000).rate, rel=0.05
+        ServerModel(EXPERTS_STEP_TIMES, policy).capacity(Demand(CHAT), slo, 2000).rate, rel=0.05
     )
 
 
@@ -85,10 +85,12 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     assert server.spent_seconds < 30
     policy = SETTINGS
     slo = Slo("x", ttft_seconds=2.0 * slower, tpot_seconds=0.2 * slower, target=0.9)
-    truth = capacity(STEP_TIMES.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
-    assert capacity(made.step_times, policy, CHAT, slo, requests=2000).rate == pytest.approx(
-        truth, rel=0.15
+    truth = (
+        ServerModel(STEP_TIMES.slower(1.07 * slower), policy).capacity(Demand(CHAT), slo, 2000).rate
     )
+    assert ServerModel(made.step_times, policy).capacity(
+        Demand(CHAT), slo, 2000
+    ).rate == pytest.approx(truth, rel=0.15)
 
 
 @pytest.mark.parametrize("slots", [3, 8])

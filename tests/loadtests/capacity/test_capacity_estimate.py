@@ -15,17 +15,23 @@ from crossover.loadtests.capacity import capacity_estimate
 from crossover.loadtests.capacity.capacity_estimate import confirming_seconds, estimate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
-from crossover.serving.capacity.simulated_capacity import LOADED, Lengths, sd_of
+from crossover.serving.capacity.simulated_capacity import (
+    LOADED,
+    Demand,
+    ServerModel,
+    sd_of,
+)
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
 from tests.loadtests.levels.made import alone, steady_level, taken
 
 SLO = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
 POLICY = SETTINGS
-_COUNT = np.ones(500, dtype=np.int64)
-LENGTHS = Lengths(40 * _COUNT, 10 * _COUNT, 0 * _COUNT)
+SERVER = ServerModel(STEP_TIMES, POLICY)
+DEMAND = Demand(Workload(prompt_tokens=40, output_tokens=10))
 
 
 def by_step_times(
@@ -36,9 +42,9 @@ def by_step_times(
     told = {level.name: one for level, one in zip(levels, factors, strict=True)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            capacity_estimate, "_factor", lambda step_times, level, policy: told[level.name]
+            capacity_estimate, "level_factor", lambda step_times, level, policy: told[level.name]
         )
-        return estimate(levels, SLO, step_times=STEP_TIMES, policy=POLICY, workload=LENGTHS)
+        return estimate(levels, SLO, SERVER, DEMAND)
 
 
 # Of a calibration alone; the test of one says that they are what is simulated.
@@ -194,7 +200,7 @@ def test_a_minute_of_another_speed_within_a_level_is_said_and_in_the_interval(
     server = KnownServer(steps)
     due = np.arange(180.0)
     level = server.level(due.tolist(), [40] * len(due), [10] * len(due))
-    found = estimate([level], SLO, step_times=STEP_TIMES, policy=POLICY, workload=LENGTHS)
+    found = estimate([level], SLO, SERVER, DEMAND)
     assert found.estimated_rate is not None and found.low is not None and found.high is not None
     if slowed < 2.0:
         assert found.speed_moved is None
@@ -245,14 +251,12 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     # for a rate.
     assert not estimate([steady_level(1.0, 60.0)], SLO).is_confirmed
     bad_step_times = StepTimeModel(base_seconds=0.02, error=0.4)
-    unfit = estimate(
-        [held, failed], SLO, step_times=bad_step_times, policy=POLICY, workload=LENGTHS
-    )
+    unfit = estimate([held, failed], SLO, ServerModel(bad_step_times, POLICY), DEMAND)
     assert unfit == found, "a model that does not fit is none"
 
 
 def test_a_law_by_which_nothing_holds_says_so() -> None:
     slow = StepTimeModel(base_seconds=0.5)
-    found = estimate([alone()], SLO, step_times=slow, policy=POLICY, workload=LENGTHS)
+    found = estimate([alone()], SLO, ServerModel(slow, POLICY), DEMAND)
     assert found.estimated_rate is None and "SLO attainment unloaded is only 0 %" in found.reason
     assert found.confirm_seconds is None, "no level could confirm a rate"

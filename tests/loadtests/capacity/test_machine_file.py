@@ -26,36 +26,27 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     ]
 
 
-def test_a_mixture_keeps_its_experts_and_an_older_file_has_none(tmp_path: Path) -> None:
+def test_a_mixture_keeps_its_experts_and_a_file_without_them_has_none(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     mixture = msgspec.structs.replace(steps_of("135m", EXPERTS_STEP_TIMES))
     write_machine_file(file, machine_file(mixture))
-    assert read_machine_file(file).models[0].step_times == EXPERTS_STEP_TIMES
+    assert read_machine_file(file).models[0].server.step_times == EXPERTS_STEP_TIMES
     raw = msgspec.to_builtins(machine_file())
     for one in raw["models"]:
         for name in ("expert_seconds", "experts", "shares_pass"):
-            del one["step_times"][name]
+            del one["server"]["step_times"][name]
     file.write_bytes(msgspec.json.encode(raw))
     assert read_machine_file(file) == machine_file()
-    raw["models"][0]["step_times"]["experts"] = {"count": 8, "used": 9}
+    raw["models"][0]["server"]["step_times"]["experts"] = {"count": 8, "used": 9}
     file.write_bytes(msgspec.json.encode(raw))
     with pytest.raises(BadMachineFile, match="9 of 8 experts cannot be used; use 1 to 8"):
         read_machine_file(file)
 
 
-def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "machine.json"
-    raw = msgspec.to_builtins(machine_file()) | {"version": 2}
-    for model in raw["models"]:
-        model["law"] = model.pop("step_times")
-    file.write_bytes(msgspec.json.encode(raw))
-    assert read_machine_file(file) == machine_file()
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"version": 1}, "version is 1. Run `crossover calibrate` again"),
+        ({"version": 3}, "version is 3. Run `crossover calibrate` again"),
         ({"models": []}, "models"),
         ({"taken_share": -3}, "taken_share must be at least 0, got -3"),
         ({"measured_on": "today"}, "measured_on"),

@@ -13,8 +13,9 @@ from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
     Z_90,
+    Demand,
+    ServerModel,
     SimulatedCapacity,
-    capacity,
     sd_of,
 )
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo
@@ -30,13 +31,14 @@ STEP_TIMES = StepTimeModel(
     pass_seconds=0.001,
 )
 SETTINGS = SchedulerSettings(slots=16)
-LONG = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+SERVER = ServerModel(STEP_TIMES, SETTINGS)
+LONG = Demand(Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256))
 STRICT = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
 
 
 @cache
 def simulated(slo: Slo) -> SimulatedCapacity:
-    return capacity(STEP_TIMES, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
+    return SERVER.capacity(LONG, slo, QUICK_REQUESTS)
 
 
 def found_of(slo: Slo, **changes: object) -> Capacity:
@@ -57,7 +59,7 @@ def found_of(slo: Slo, **changes: object) -> Capacity:
 def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> None:
     found = found_of(STRICT)
     assert found.high is not None and found.low is not None and found.high > MAX_WIDTH * found.low
-    text = advice(found, STEP_TIMES, SETTINGS, LONG, STRICT)
+    text = advice(found, SERVER, LONG, STRICT)
     assert "near the edge" in text and "single requests meet it" in text
     named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
     assert named
@@ -80,10 +82,10 @@ def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> No
     ],
 )
 def test_no_other_slo_is_named_where_it_would_not_help(changes: dict[str, object]) -> None:
-    assert advice(found_of(STRICT, **changes), STEP_TIMES, SETTINGS, LONG, STRICT) == ""
+    assert advice(found_of(STRICT, **changes), SERVER, LONG, STRICT) == ""
 
 
 def test_an_slo_that_single_requests_miss_is_not_at_its_edge() -> None:
-    slow = STEP_TIMES.slower(1.6)
+    slow = SERVER.slower(1.6)
     found = found_of(STRICT)
-    assert "single requests meet it" not in advice(found, slow, SETTINGS, LONG, STRICT)
+    assert "single requests meet it" not in advice(found, slow, LONG, STRICT)

@@ -41,10 +41,11 @@ def test_the_law_of_a_real_server_is_in_the_file(tmp_path: Path) -> None:
     found = machine_file_of(read_records(measured(tmp_path, 0.02)))
     assert found.name.endswith(" cores")
     (one,) = found.models
-    assert one.backend == "fake" and one.policy.slots == 4
+    assert one.backend == "fake" and one.server.settings.slots == 4
+    step_times = one.server.step_times
     for rows in (1, 4):
-        assert one.step_times.seconds(rows, 0, 0) == pytest.approx(0.02 + 0.002 * rows, rel=0.25)
-    assert one.step_times.seconds(0, 400, 0) == pytest.approx(0.06, rel=0.5)
+        assert step_times.seconds(rows, 0, 0) == pytest.approx(0.02 + 0.002 * rows, rel=0.25)
+    assert step_times.seconds(0, 400, 0) == pytest.approx(0.06, rel=0.5)
 
 
 def test_several_models_are_one_campaign_that_confirms_nothing() -> None:

@@ -20,9 +20,6 @@ from crossover.loadtests.levels.level_columns import levels_of
 from crossover.loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,
-    Calibrated,
-    Capacity,
-    CellFinished,
     Event,
     LevelAbandoned,
     of_kind,
@@ -63,42 +60,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def lines_of(*records: dict[str, object]) -> str:
     return "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records)
-
-
-def test_a_run_of_format_5_is_read_in_the_words_of_today(tmp_path: Path) -> None:
-    """It kept the share of reused prefixes in `policy`; without step_tokens, steps had 2,048 tokens
-    whatever the default is today."""
-    policy = {"slots": 8, "prefill_tokens": 256, "kv_tokens": None, "step_seconds_target": 0.3}
-    event = {"kind": "calibrated", "unix_seconds": 1.0, "cell": "c", "spent_seconds": 2.0}
-    event |= {"law": {"base_seconds": 0.01}}
-    capacity = {"state": "not_even_alone", "held": 0.0, "limit": 0.0, "method": "law"}
-    events = [
-        event | {"policy": policy | {"reused_share": 0.4}},
-        event | {"policy": policy | {"step_tokens": 512}, "reused_share": 0.2},
-        {"kind": "cell_finished", "unix_seconds": 2.0, "cell": "c", "capacity": capacity},
-    ]
-    request = {"cell": "c", "level": "l", "index": 0, "due_seconds": 0.5}
-    request |= {"asked_prompt_tokens": 7, "asked_output_tokens": 3}
-    manifest = msgspec.structs.replace(MANIFEST_RECORD, format_version=5)
-    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-    (tmp_path / EVENTS).write_text(lines_of(*events))
-    (tmp_path / REQUESTS).write_text(lines_of(request))
-    run = read_records(tmp_path)
-    old, new = of_kind(run.events, Calibrated)
-    assert old.policy is not None and new.policy is not None
-    assert old.step_times is not None and old.step_times.base_seconds == 0.01
-    assert (old.policy.step_tokens, old.reused_share) == (2048, 0.4)
-    assert (new.policy.step_tokens, new.reused_share) == (512, 0.2)
-    (end,) = of_kind(run.events, CellFinished)
-    assert end.capacity == Capacity(
-        state="misses_slo_unloaded", confirmed_rate=0.0, estimated_rate=0.0, method="step_times"
-    )
-    (read,) = run.requests()
-    assert read.scheduled_seconds == 0.5
-    assert (read.requested_prompt_tokens, read.requested_output_tokens) == (7, 3)
-    assert not run.damage()
-    with pytest.raises(BadRunFolder, match="can be read and reported, but not continued"):
-        RunFolder(tmp_path)
 
 
 @pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
@@ -221,13 +182,11 @@ def test_every_kind_of_event_has_a_name_of_its_own_and_survives() -> None:
     assert LevelAbandoned.__struct_config__.tag == "level_abandoned"
 
 
-@pytest.mark.parametrize(("version", "other"), [(4, "older"), (7, "newer")])
+@pytest.mark.parametrize(("version", "other"), [(6, "older"), (8, "newer")])
 def test_another_format_is_refused(tmp_path: Path, version: int, other: str) -> None:
     """By one sentence, whatever else its manifest holds."""
     (tmp_path / MANIFEST).write_text(f'{{"format_version": {version}, "something_else": 1}}')
-    wanted = (
-        rf"format_version {version}\. This version .* reads 5 and {FORMAT_VERSION}: use the {other}"
-    )
+    wanted = rf"format_version {version}\. This version .* reads {FORMAT_VERSION}: use the {other}"
     with pytest.raises(BadRunFolder, match=wanted):
         read_records(tmp_path)
 

@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 
 from crossover.models.identity.model_ladder import ladder_model
@@ -16,16 +15,12 @@ from crossover.reports.devices.device_capacity import (
     machine_of,
 )
 from crossover.reports.devices.device_catalog import device_named, priced_gpus
-from crossover.serving.capacity.simulated_capacity import Lengths
+from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.request_lengths import Workload
 
 CHAT = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
-DRAW = np.random.default_rng(1)
-TRAFFIC = Traffic(
-    Lengths(
-        DRAW.integers(20, 500, 2000), DRAW.integers(20, 250, 2000), np.zeros(2000, dtype=np.int64)
-    )
-)
+TRAFFIC = Traffic(Demand(Workload(preset="sharegpt", max_prompt_tokens=500, max_output_tokens=250)))
 
 
 def served(machine: Machine, model: str = "1b", devices: int = 1) -> Service:

@@ -7,6 +7,7 @@ import pytest
 
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
+from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import devices, priced_gpus
 from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
@@ -168,9 +169,9 @@ def test_conversations_are_planned_with_their_histories() -> None:
             "workload": {"preset": "conversation", "max_prompt_tokens": 4000},
         }
     )
-    lengths = question.traffic.lengths
+    lengths = question.demand.lengths()
     assert lengths.turns is not None and lengths.turns.number.max() > 3
-    assert lengths.prompt.mean() > 3000 and question.traffic.longest > 4000
+    assert lengths.prompt.mean() > 3000 and Traffic(question.demand).longest > 4000
 
 
 def test_a_gpu_without_a_list_price_is_considered_at_yours(

@@ -19,7 +19,7 @@ from crossover.serving.capacity.binding_limit import (
     sentence_of,
 )
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.simulated_capacity import SEED, Server, lengths_of
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
@@ -36,11 +36,12 @@ class World(NamedTuple):
 
     def server(self, **changes: object) -> Server:
         world = self._replace(**changes)  # type: ignore[arg-type]
-        lengths = Workload(
+        workload = Workload(
             preset="chat",
             max_prompt_tokens=world.prompt_tokens,
             max_output_tokens=world.output_tokens,
         )
+        lengths = lengths_of(workload, COUNT, SEED)
         return Server(world.step_times, world.settings, lengths, count=COUNT)
 
 

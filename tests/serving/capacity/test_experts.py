@@ -19,7 +19,7 @@ from crossover.loadtests.capacity.calibration_bursts import calibrate
 from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.batching_simulator import Array, Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.simulated_capacity import SEED, Server
+from crossover.serving.capacity.simulated_capacity import SEED, Server, lengths_of
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.arrivals import due_times
@@ -105,8 +105,9 @@ def capacity_errors(
     """Errors of the capacity by each model, with a TPOT limit of so many steps of one row."""
     slo = Slo("x", ttft_seconds=2.0, tpot_seconds=multiple * measured[1][0] / 1e3, target=0.95)
     truth = KnownCapacity(steps_of(measured)).crossing(slo)
+    lengths = lengths_of(CHAT, REQUESTS, SEED)
     return [
-        Server(step_times, SLOTS, CHAT, count=REQUESTS).crossing(slo) / truth - 1
+        Server(step_times, SLOTS, lengths, count=REQUESTS).crossing(slo) / truth - 1
         for step_times in models_of_steps
     ]
 

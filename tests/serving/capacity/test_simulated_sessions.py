@@ -13,10 +13,11 @@ from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     NO_REUSE,
+    Demand,
     Lengths,
     PrefixReuse,
     Server,
-    capacity,
+    ServerModel,
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
@@ -153,8 +154,8 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
 def test_capacity_with_reuse_is_higher_and_is_told_in_users() -> None:
     """Little's law is held to what the simulation itself has under way."""
     settings = SchedulerSettings(slots=16, step_tokens=512)
-    found = capacity(STEPS, settings, CHATS, SLO, requests=2_000)
-    without = capacity(STEPS, settings, CHATS, SLO, reuse=NO_REUSE, requests=2_000)
+    found = ServerModel(STEPS, settings).capacity(Demand(CHATS), SLO, 2_000)
+    without = ServerModel(STEPS, settings, reuse=NO_REUSE).capacity(Demand(CHATS), SLO, 2_000)
     assert found.rate > 1.3 * without.rate
     assert found.users is not None and without.users is not None
     lengths = lengths_of(CHATS, 2_000, 0)
@@ -171,9 +172,9 @@ def test_capacity_with_reuse_is_higher_and_is_told_in_users() -> None:
 
 def test_few_slots_evict_histories_and_lower_the_capacity() -> None:
     many, few = (
-        capacity(
-            STEPS, SchedulerSettings(slots=slots, step_tokens=512), CHATS, SLO, requests=2_000
-        ).rate
+        ServerModel(STEPS, SchedulerSettings(slots=slots, step_tokens=512))
+        .capacity(Demand(CHATS), SLO, 2_000)
+        .rate
         for slots in (16, 2)
     )
     assert few < 0.8 * many
