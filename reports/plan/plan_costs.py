@@ -174,7 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     begin with the choice."""
 
     kind: Literal["crossover-plan"] = "crossover-plan"
-    version: int = 3
+    version: int = 4
     name: str
     model: str
     weight_format: str

@@ -28,7 +28,7 @@ def numbers(data: ReportData, answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     screen = first_screen_of(data, answers)
     return {
         "kind": "crossover-report",
-        "version": 5,
+        "version": 6,
         "run": data.manifest.run_id,
         "headline": screen.headline,
         "prefix_reuse": screen.prefix_reuse or None,

@@ -82,4 +82,6 @@ def test_models_stand_by_their_active_parameters_and_the_mixture_before_a_dense_
 def sentence(cell: CellData, step_times: StepTimeModel) -> str:
     """On batches of up to 16 requests of a cell with these step times, without their contexts."""
     steps = {rows: step_times.seconds(rows, 0, 0) for rows in (1, 2, 4, 8, 16)}
-    return batching_sentence(msgspec.structs.replace(cell, step_times=step_times), steps)
+    assert cell.server is not None
+    server = msgspec.structs.replace(cell.server, step_times=step_times)
+    return batching_sentence(msgspec.structs.replace(cell, server=server), steps)

@@ -76,7 +76,13 @@ def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
     )
     models = [steps_of(name, truth(ladder_model(name).spec)) for name in ("360m", "1b")]
     if measured == "experts":
-        models = [msgspec.structs.replace(models[0], model=half, step_times=truth(half))]
+        models = [
+            msgspec.structs.replace(
+                models[0],
+                model=half,
+                server=msgspec.structs.replace(models[0].server, step_times=truth(half)),
+            )
+        ]
     write_machine_file(tmp_path / "machine.json", machine_file(*models))
     step_times, half_width = calibrated_machine(tmp_path / "machine.json").step_times(
         spec, "Q4_0", 8, 1
