@@ -42,7 +42,7 @@ def by_step_times(
     told = {level.name: one for level, one in zip(levels, factors, strict=True)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            capacity_estimate, "level_factor", lambda step_times, level, policy: told[level.name]
+            capacity_estimate, "_factor", lambda step_times, level, policy: told[level.name]
         )
         return estimate(levels, SLO, SERVER, DEMAND)
 
