@@ -25,16 +25,17 @@ from msgspec import Meta
 
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from crossover.serving.errors import ServingError
+from crossover.serving.faults import converted
 from crossover.serving.option_help import (
     ENGINE,
     Count,
     Port,
     Positive,
     Seconds,
-    converted,
     flags_of,
     option,
 )
+from crossover.serving.toml_files import read_toml
 
 # Panels of the help page.
 QUEUE, HTTP = "Queue and faults", "HTTP"
@@ -337,12 +338,10 @@ def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """Return the [[model]] tables of a models file. Raises ServingError, which begins with
     `where`."""
     try:
-        text = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-        return msgspec.toml.decode(text, type=_ModelsFile).model
-    except OSError as problem:
-        raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-        raise ServingError(f"{where}: {problem}") from problem
+        tables, _ = read_toml(Path(file), ServingError)
+    except ServingError as problem:
+        raise ServingError(f"--models-file {problem}") from problem
+    return converted(tables, _ModelsFile, ServingError, f"{where}: ").model
 
 
 class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -352,4 +351,4 @@ class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
 def model_options(own: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
     """Return one model's options: the shared ones, overridden by its own. Raises ServingError,
     which begins with `where`."""
-    return converted({**shared, **own}, ModelOptions, f"{where}: ")
+    return converted({**shared, **own}, ModelOptions, ServingError, f"{where}: ")

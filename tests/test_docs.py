@@ -22,8 +22,9 @@ from crossover import cli
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.levels import level_warnings
+from crossover.serving.errors import ServingError
+from crossover.serving.faults import converted
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
-from crossover.serving.option_help import converted
 from crossover.serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
@@ -137,7 +138,7 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             given = {
                 key: value for key, value in context.params.items() if value not in (None, [], ())
             }
-            converted(given, CommandOptions, "")
+            converted(given, CommandOptions, ServingError)
 
 
 def _shown(text: str, kind: str) -> list[str]:

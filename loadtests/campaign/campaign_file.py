@@ -48,10 +48,11 @@ from crossover.serving.backends.model_engines import engines_on, refusal, usual_
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from crossover.serving.capacity.slo import LIMITS, SLO_PRESETS, Slo
 from crossover.serving.errors import BackendUnavailable, ServingError, WorkloadError
+from crossover.serving.faults import converted
 from crossover.serving.option_help import Count, Positive, Seconds, Share
 from crossover.serving.placement.fastest_backend import BEST
 from crossover.serving.server_options import SharedOptions
-from crossover.serving.toml_files import Table, converted, key, parse_toml, read_toml
+from crossover.serving.toml_files import Table, key, parse_toml, read_toml
 from crossover.serving.workload.arrivals import Arrivals, Poisson, Trace
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload

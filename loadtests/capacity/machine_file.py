@@ -21,9 +21,9 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.faults import converted
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.option_help import Count, Positive, Seconds
-from crossover.serving.toml_files import converted
 
 VERSION: Literal[3] = 3
 

@@ -11,8 +11,8 @@ from msgspec import Meta
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.serving.faults import converted
 from crossover.serving.option_help import about, option, unbounded
-from crossover.serving.toml_files import converted
 from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload
 

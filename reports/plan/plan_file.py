@@ -32,7 +32,8 @@ from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.serving.backends.model_engines import usual_engines
 from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, lengths_of
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.toml_files import Table, converted, key
+from crossover.serving.faults import converted
+from crossover.serving.toml_files import Table, key
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, notes_of
 from crossover.serving.workload.request_lengths import in_words as lengths_in_words

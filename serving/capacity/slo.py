@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from crossover.serving.faults import fault_of
 from crossover.serving.option_help import Positive, Share
 
 Verdict = Literal["meets", "misses", "unresolved"]
@@ -87,7 +88,9 @@ def parse_slo(text: str) -> Slo:
             {"name": "own", "ttft_seconds": None, "tpot_seconds": None, **values}, Slo
         )
     except msgspec.ValidationError as problem:
-        raise ValueError(f"{text!r}: {problem}") from None
+        fault = fault_of(str(problem), Slo)
+        name = fault.place.removesuffix("_seconds")
+        raise ValueError(f"{text!r}: {fault.sentence(name, values[fault.place])}") from None
 
 
 SLO_PRESETS: dict[str, Slo] = {

@@ -12,7 +12,8 @@ import msgspec
 import typer
 
 from crossover.serving.errors import ServingError
-from crossover.serving.option_help import about, converted, flags_of, unbounded
+from crossover.serving.faults import converted
+from crossover.serving.option_help import about, flags_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -28,7 +29,7 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
         for name in dict_fields:
             values[name] = parse_options(values[name] or (), flags[name])
         set_values = {name: value for name, value in values.items() if value is not None}
-        options = converted(set_values, kind, "", flags.__getitem__)
+        options = converted(set_values, kind, ServingError, name_of=flags.__getitem__)
         raise typer.Exit(run(options) or 0)
 
     parameters = [_parameter_of(field, flags[field.name]) for field in fields]

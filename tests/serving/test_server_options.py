@@ -14,7 +14,8 @@ from crossover.loadtests.campaign.campaign_file import ServerSettings
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.cli.serve_command import serve
 from crossover.serving.errors import ServingError, Unsupported
-from crossover.serving.option_help import check, unbounded
+from crossover.serving.faults import check
+from crossover.serving.option_help import unbounded
 from crossover.serving.server_options import (
     ModelOptions,
     Policy,
@@ -184,9 +185,9 @@ def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
         ("idle_unload_seconds = 0", "idle_unload_seconds must be above 0"),
         ("policy = 'tpu'", "tpu"),
         ("load = 'never'", "never"),
-        ("name = ''", "length >= 1 - at `\\$.name`"),
-        ("[[models]]", "unknown field `models`"),
-        ("[[model]]\nsource = ''", "model 2: .*length >= 1"),
+        ("name = ''", "name must have at least 1 character, got ''"),
+        ("[[models]]", "models is not a known key .known keys: model"),
+        ("[[model]]\nsource = ''", "model 2: source must have at least 1 character"),
         ("[[model]]\nname = 'x'", "model 2: .*source"),
         ("[[model]", "at line 3"),
     ],
@@ -205,7 +206,7 @@ def test_what_names_no_model_is_said_to_be_so(tmp_path: Path) -> None:
     for content in ("x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000, "\0"):
         with pytest.raises(ServingError, match="--models-file "):
             asked(tmp_path, content)
-    with pytest.raises(ServingError, match="no-such.toml: No such file"):
+    with pytest.raises(ServingError, match="no-such.toml cannot be read: No such file"):
         asked(tmp_path, models_file=str(tmp_path / "no-such.toml"))
     with pytest.raises(ServingError, match="There is no model to serve"):
         asked(tmp_path)

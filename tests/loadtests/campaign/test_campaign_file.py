@@ -157,13 +157,19 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         (with_engine(command="vllm serve {model}"), r"engines\[0\].command has no \{port\}"),
         (with_engine(command="vllm {modle} {port}"), r"\{modle\} is not one of \{model\}, \{port"),
         (with_engine(command='vllm "serve {port}'), "cannot be split into words: no closing"),
-        (with_engine('ready = "health"'), r"engines\[0\].ready: Expected .* got 'health'"),
+        (
+            with_engine('ready = "health"'),
+            r"engines\[0\].ready must match the pattern '\^/', got 'health'",
+        ),
         (
             with_engine("wieghts = 1"),
             r"\[0\].wieghts is not a known key .known keys: name",
         ),
         (with_engine().replace('"vllm"', '"best"'), "name 'best' is the name of a built-in engine"),
-        (with_engine().replace('"vllm"', '"../x"'), r"engines\[0\].name: .* got '../x'"),
+        (
+            with_engine().replace('"vllm"', '"../x"'),
+            r"name must match .*, got '../x'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
@@ -197,7 +203,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(BadCampaign) as problem:
         parse_campaign(text)
     assert sorted(one.partition(" ")[0] for one in str(problem.value).split("; ")) == [
-        *("arrivals.kind:", "engines[0].command", "name"),
+        *("arrivals.kind", "engines[0].command", "name"),
         *("search.rates[0]", "search.rates[2]", "search.rates[3]", "seed", "target.url"),
     ]
     with pytest.raises(BadCampaign, match="SLO preset .*; models = .'auto'. cannot"):
