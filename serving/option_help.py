@@ -1,8 +1,15 @@
-"""Bounds and help of options, which are attached to a struct's fields as msgspec.Meta."""
+"""Bounds of options and keys, and the texts about them.
+
+The texts stand in the file options.toml of each package, in a table for each struct, so that a
+struct shows its fields and a help page can be read as a whole.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -16,41 +23,64 @@ Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 
-ENGINE = "Engine"  # the panel of the help page for the options of an engine
 
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user reads about an option or key."""
 
-class About(msgspec.Struct, frozen=True):
-    """Help of an option. `flag`: its name on the command line, if it differs from the field's."""
-
-    panel: str
     text: str
-    flag: str = ""
+    panel: str = ""  # of the help page
+    flag: str = ""  # on the command line, if it differs from the field's name
     metavar: str = ""
     is_argument: bool = False  # a positional argument, without a flag
 
 
-def option(
-    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
-) -> Meta:
-    """Return the help of a field, for `Annotated[type, option(...)]`."""
-    about_option = About(panel, text, flag, metavar, is_argument)
-    return Meta(description=text, extra={"about": about_option})
+def texts_of(kind: type[Any]) -> dict[str, About]:
+    """Return the texts of a struct's fields, in the order of the help page, which is that of
+    options.toml."""
+    owners: dict[str, type] = {}  # field -> the class that declares it
+    for base in reversed(kind.__mro__):
+        owners |= dict.fromkeys(base.__dict__.get("__annotations__", ()), base)
+    packages = dict.fromkeys(_package(owners[name]) for name in kind.__struct_fields__)
+    return {
+        name: about
+        for package in packages
+        for (class_name, name), about in texts_in(package).items()
+        if name in kind.__struct_fields__
+        and (_package(owners[name]), owners[name].__name__) == (package, class_name)
+    }
 
 
-def about(field: msgspec.structs.FieldInfo) -> About:
-    """Return the help that `option` attached to this field."""
-    for meta in field.type.__metadata__:
-        if meta.extra:
-            option_help: About = meta.extra["about"]
-            return option_help
-    raise LookupError(f"{field.name} has no help")
+@functools.cache
+def texts_in(package: str) -> dict[tuple[str, str], About]:
+    """Return the texts in the options.toml of a package, by class and field.
+
+    The words in braces that the table `lists` has are replaced.
+    """
+    import tomllib  # here, since an engine needs no texts
+
+    path = Path(sys.modules[package].__path__[0], "options.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    lists = tables.pop("lists", {})
+    texts = {}
+    for class_name, fields in tables.items():
+        for name, value in fields.items():
+            keys = value if isinstance(value, dict) else {"text": value}
+            text = " ".join(keys["text"].split())
+            for list_name, members in lists.items():
+                text = text.replace(f"{{{list_name}}}", members)
+            texts[class_name, name] = msgspec.convert({**keys, "text": text}, About)
+    return texts
+
+
+def _package(kind: type) -> str:
+    """Return the package with the class's options.toml: crossover.serving, for example."""
+    return ".".join(kind.__module__.split(".")[:2])
 
 
 def flags_of(kind: type[Any]) -> dict[str, str]:
     """Return the option of the command line for each field."""
     return {
-        field.name: f"--{about(field).flag or field.name.replace('_', '-')}"
-        for field in msgspec.structs.fields(kind)
+        name: f"--{about.flag or name.replace('_', '-')}" for name, about in texts_of(kind).items()
     }
 
 

@@ -11,14 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from crossover.models.errors import CrossoverError, printable
-
-
-def key(text: str) -> Meta:
-    """Return the description of a key, for `Annotated[type, key(...)]`."""
-    return Meta(description=text)
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

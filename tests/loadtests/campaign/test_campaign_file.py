@@ -124,11 +124,8 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         (f'{ONE}modles = ["1b"]', "modles is not a known key .known keys: name, models"),
         (f"{ONE}[server]\nslotz = 1", "server.slotz is not a known key .known keys: slots"),
         (f'{ONE}[server]\nslots = "many"', "server.slots must be an integer, got 'many'"),
-        (f'{ONE}[server]\npolicy = "fast"', "policy must be one of 'auto', .*, got 'fast'"),
-        (
-            f'{ONE}[server]\nbackend = "x"',
-            "server.backend = 'x' is not allowed in",
-        ),
+        (f'{ONE}[server]\nstandby = "hot"', "standby must be one of 'cold', 'warm', got 'hot'"),
+        (f'{ONE}[server]\nbackend = "x"', "server.backend is not a known key .known keys: slots"),
         (f"{ONE}search = {{ rates = [1.0, 0.0] }}", r"search.rates\[1\] must be above 0, got 0.0"),
         (f'{ONE}[workload]\npreset = "tea"', "workload: preset 'tea' is not one of chat"),
         (f'{ONE}slo = "quick"', "SLO preset 'quick' does not exist. Available presets: chat"),
@@ -184,13 +181,20 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     modles = []
     [server]
     slots = 0
-    policy = "fast"
+    standby = "hot"
     [search]
     rates = [1, -2]
     """
     with pytest.raises(BadCampaign) as problem:
         parse_campaign(text)
-    for name in ("name", "budget_seconds", "modles", "server.policy", "server.slots", "search.rat"):
+    for name in (
+        "name",
+        "budget_seconds",
+        "modles",
+        "server.standby",
+        "server.slots",
+        "search.rat",
+    ):
         assert re.search(rf"(^|; ){name}\S* (must be|is not a known key)", str(problem.value)), name
     text = """
     seed = "a"
