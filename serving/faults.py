@@ -128,6 +128,12 @@ def converted(
 
     `name_of`: returns how a field of the struct is named to the user, such as its flag.
     """
+    try:
+        struct = msgspec.convert(values, kind)
+        if _is_finite(values):
+            return struct
+    except msgspec.ValidationError:
+        pass  # its only fault is among those that are found now
     sentences = []
     for fault, value in _faults(values, kind, ""):
         field_name = re.split(r"[.\[]", fault.place)[0]
@@ -136,6 +142,15 @@ def converted(
     if sentences:
         raise error(where + "; ".join(sentences))
     return msgspec.convert(values, kind)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether decoded data has no infinite number, which bounds on one side allow."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def check(struct: msgspec.Struct) -> None:

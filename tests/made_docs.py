@@ -150,29 +150,28 @@ def lists(**members: Iterable[str]) -> list[str]:
     return ["[lists]", *(f'{name} = "{", ".join(names)}"' for name, names in members.items())]
 
 
-# Without those of CROSSOVER_BACKENDS.
-SHIPPED_BACKENDS = [name for name in BACKENDS if BACKENDS[name].cls.startswith("crossover.")]
-SESSIONS = [name for name, preset in SESSION_PRESETS.items() if preset.turns.mean > 1]
+def shipped_backends() -> list[str]:
+    """The backends of the table, without those of CROSSOVER_BACKENDS."""
+    return [name for name in BACKENDS if BACKENDS[name].cls.startswith("crossover.")]
+
 
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "serving/options.toml": {
-        "lists": partial(
-            lists, backends=SHIPPED_BACKENDS, traces=PRESETS, distributions=SESSION_PRESETS
+        "lists": lambda: lists(
+            backends=shipped_backends(), traces=PRESETS, distributions=SESSION_PRESETS
         )
     },
     "loadtests/options.toml": {
-        "lists": partial(
-            lists,
-            backends=SHIPPED_BACKENDS,
+        "lists": lambda: lists(
+            backends=shipped_backends(),
             presets=[*PRESETS, *SESSION_PRESETS],
-            sessions=SESSIONS,
+            sessions=[name for name, preset in SESSION_PRESETS.items() if preset.turns.mean > 1],
             slos=SLO_PRESETS,
         )
     },
     "reports/options.toml": {
-        "lists": partial(
-            lists,
+        "lists": lambda: lists(
             slos=SLO_PRESETS,
             traces=PRESETS,
             quantities=QUANTITIES,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from crossover.serving.backends.backend_table import (
+    BACKENDS,
     backend_for,
     format_of,
     missing_backends,
@@ -119,5 +120,5 @@ def test_the_backend_decides_the_kind_of_file() -> None:
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crossover.serving.backends.backend_table.find_spec", lambda name: None)
     missing = missing_backends()
-    assert set(missing) == {"llama_cpp", "onnx", "torch"}
+    assert set(missing) == {name for name, spec in BACKENDS.items() if spec.package}
     assert "llm-crossover[llama-cpp]" in missing["llama_cpp"]
