@@ -133,7 +133,7 @@ def converted(
         if _is_finite(values):
             return struct
     except msgspec.ValidationError:
-        pass  # its only fault is among those that are found now
+        pass  # all faults are listed below
     sentences = []
     for fault, value in _faults(values, kind, ""):
         field_name = re.split(r"[.\[]", fault.place)[0]

@@ -37,9 +37,11 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def texts_of(kind: type[Any]) -> dict[str, About]:
     """Return the texts of a struct's fields, in the order of the help page, which is that of
     options.toml."""
+    from inspect import get_annotations  # here, since an engine needs no texts
+
     owners: dict[str, type] = {}  # field -> the class that declares it
     for base in reversed(kind.__mro__):
-        owners |= dict.fromkeys(base.__dict__.get("__annotations__", ()), base)
+        owners |= dict.fromkeys(get_annotations(base), base)
     packages = dict.fromkeys(_package(owners[name]) for name in kind.__struct_fields__)
     return {
         name: about
@@ -54,9 +56,9 @@ def texts_of(kind: type[Any]) -> dict[str, About]:
 def texts_in(package: str) -> dict[tuple[str, str], About]:
     """Return the texts in the options.toml of a package, by class and field.
 
-    The words in braces that the table `lists` has are replaced.
+    Names in braces that the table `lists` has are replaced by its lists.
     """
-    import tomllib  # here, since an engine needs no texts
+    import tomllib
 
     path = Path(sys.modules[package].__path__[0], "options.toml")
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -85,7 +87,7 @@ def flags_of(kind: type[Any]) -> dict[str, str]:
 
 
 def unbounded(kind: Any) -> Any:
-    """Return the type without bounds and help: `Annotated[int, Meta(ge=1)] | None` becomes
+    """Return the type without bounds: `Annotated[int, Meta(ge=1)] | None` becomes
     `int | None`."""
     if get_origin(kind) is Annotated:
         return unbounded(get_args(kind)[0])

@@ -1,6 +1,7 @@
 """Every option and key has exactly one text, in the options.toml of its package."""
 
 import re
+from inspect import get_annotations
 from typing import Any, get_args
 
 import msgspec
@@ -55,7 +56,7 @@ def test_every_text_is_of_a_field(package: str) -> None:
     for kind in (*COMMANDS, *TABLES):
         for base in kind.__mro__:
             if base.__module__.startswith(f"{module}."):
-                fields = {*base.__dict__.get("__annotations__", ())} & {*kind.__struct_fields__}
+                fields = {*get_annotations(base)} & {*kind.__struct_fields__}
                 declared |= {(base.__name__, name) for name in fields}
     assert texts_in(module).keys() == declared
 

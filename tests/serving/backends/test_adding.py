@@ -17,6 +17,9 @@ import pytest
 
 from crossover.serving.backends.backend_table import (
     BACKENDS,
+    MIB,
+    BackendSpec,
+    Overhead,
     backend_for,
     format_of,
     missing_backends,
@@ -24,6 +27,7 @@ from crossover.serving.backends.backend_table import (
     weights_of,
 )
 from crossover.serving.errors import BackendUnavailable, Unsupported
+from tests.made_docs import MADE
 
 ROOT = Path(__file__).parents[3]
 FOLDER, NAME = "serving/backends/echo/backend.py", "echo"
@@ -90,6 +94,16 @@ def test_a_backend_is_one_folder_and_one_row(copy: Path) -> None:
     assert answer["usage"]["completion_tokens"] == 4
     assert len(set(answer["choices"][0]["text"])) == 1  # it repeats the last token
     assert NAME in json.dumps(placement)
+
+
+def test_lists_of_engines_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/adding-a-backend.md").read_text()
+    _, row = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = {"BackendSpec": BackendSpec, "Overhead": Overhead, "MIB": MIB}
+    for name, spec in eval(f"{{{row}}}", names).items():
+        monkeypatch.setitem(BACKENDS, name, spec)
+    for file in ("serving/options.toml", "loadtests/options.toml"):
+        assert f'backends = "llama_cpp, onnx, torch, {NAME}"' in MADE[file]["lists"]()
 
 
 def test_a_class_of_another_package_needs_no_row() -> None:
