@@ -45,7 +45,7 @@ from crossover.loadtests.load_generator.load_options import (
 from crossover.loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.errors import CrossoverError, printable
-from crossover.serving.option_help import converted
+from crossover.serving.faults import converted
 
 LEAD_SECONDS = 0.05  # from Started to the level's start: time for the runner to get the message
 LEVEL_ENDED = "crossover_done"  # a worker's message to its master
@@ -117,7 +117,9 @@ class ManualLoad:
         """Return the level of Locust's options, which a worker gets from its master. Raises
         CrossoverError."""
         values = {name: getattr(self._options, name) for name in BY_HAND} | self._own_options
-        options = converted(values, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
+        options = converted(
+            values, LoadOptions, LoadError, name_of=lambda name: f"--{name.replace('_', '-')}"
+        )
         if options.rate is None:
             raise LoadError("Give the requests per second, for example --rate 2")
         if self._is_worker:

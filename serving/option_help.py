@@ -1,121 +1,96 @@
-"""Bounds and help of options, which are attached to a struct's fields as msgspec.Meta.
+"""Bounds of options and keys, and the texts about them.
 
-msgspec checks bounds when it decodes or converts data, but not in a struct's constructor; `check`
-does that. Errors about a bound are sentences here, without msgspec's own words.
+The texts stand in the file options.toml of each package, in a table for each struct, so that a
+struct shows its fields and a help page can be read as a whole.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from crossover.serving.errors import ServingError, Unsupported
+from crossover.serving.errors import ServingError
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
-T = TypeVar("T")
-
-ENGINE = "Engine"  # the panel of the help page for the options of an engine
-
-_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(?:\w+\.)*(\w+)`)?")
-_SIGN_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 
 
-class About(msgspec.Struct, frozen=True):
-    """Help of an option. `flag`: its name on the command line, if it differs from the field's."""
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user reads about an option or key."""
 
-    panel: str
     text: str
-    flag: str = ""
+    panel: str = ""  # of the help page
+    flag: str = ""  # on the command line, if it differs from the field's name
     metavar: str = ""
     is_argument: bool = False  # a positional argument, without a flag
 
 
-def option(
-    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
-) -> Meta:
-    """Return the help of a field, for `Annotated[type, option(...)]`."""
-    about_option = About(panel, text, flag, metavar, is_argument)
-    return Meta(description=text, extra={"about": about_option})
+def texts_of(kind: type[Any]) -> dict[str, About]:
+    """Return the texts of a struct's fields, in the order of the help page, which is that of
+    options.toml."""
+    from inspect import get_annotations  # here, since an engine needs no texts
+
+    owners: dict[str, type] = {}  # field -> the class that declares it
+    for base in reversed(kind.__mro__):
+        owners |= dict.fromkeys(get_annotations(base), base)
+    packages = dict.fromkeys(_package(owners[name]) for name in kind.__struct_fields__)
+    texts = {
+        name: about
+        for package in packages
+        for (class_name, name), about in texts_in(package).items()
+        if name in kind.__struct_fields__
+        and (_package(owners[name]), owners[name].__name__) == (package, class_name)
+    }
+    # A struct whose fields are rows of a table says of them what the table does.
+    made = getattr(kind, "field_texts", dict[str, str])()
+    return texts | {name: About(text) for name, text in made.items()}
 
 
-def about(field: msgspec.structs.FieldInfo) -> About:
-    """Return the help that `option` attached to this field."""
-    for meta in field.type.__metadata__:
-        if meta.extra:
-            option_help: About = meta.extra["about"]
-            return option_help
-    raise LookupError(f"{field.name} has no help")
+@functools.cache
+def texts_in(package: str) -> dict[tuple[str, str], About]:
+    """Return the texts in the options.toml of a package, by class and field.
+
+    Names in braces that the table `lists` has are replaced by its lists.
+    """
+    import tomllib
+
+    path = Path(sys.modules[package].__path__[0], "options.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    lists = tables.pop("lists", {})
+    texts = {}
+    for class_name, fields in tables.items():
+        for name, value in fields.items():
+            keys = value if isinstance(value, dict) else {"text": value}
+            text = " ".join(keys["text"].split())
+            for list_name, members in lists.items():
+                text = text.replace(f"{{{list_name}}}", members)
+            texts[class_name, name] = msgspec.convert({**keys, "text": text}, About)
+    return texts
+
+
+def _package(kind: type) -> str:
+    """Return the package with the class's options.toml: crossover.serving, for example."""
+    return ".".join(kind.__module__.split(".")[:2])
 
 
 def flags_of(kind: type[Any]) -> dict[str, str]:
     """Return the option of the command line for each field."""
     return {
-        field.name: f"--{about(field).flag or field.name.replace('_', '-')}"
-        for field in msgspec.structs.fields(kind)
+        name: f"--{about.flag or name.replace('_', '-')}" for name, about in texts_of(kind).items()
     }
 
 
-def explained(problem: str, values: Mapping[str, Any], name_of: Callable[[str], str] = str) -> str:
-    """Return msgspec's message; one about a bound becomes "slots must be at least 1, got 0".
-
-    `name_of`: returns how a field is named to the user, such as its flag.
-    """
-    match = _BOUND.fullmatch(problem)
-    if match is None or match[3] is None:
-        return problem
-    key = match[3]
-    return f"{name_of(key)} must be {bound(problem)}, got {values.get(key)!r}"
-
-
-def bound(problem: str) -> str | None:
-    """Return "at least 1" for "Expected `int` >= 1"; None for any other message."""
-    match = _BOUND.fullmatch(problem)
-    return None if match is None else f"{_SIGN_WORDS[match[1]]} {float(match[2]):g}"
-
-
-def check(struct: msgspec.Struct) -> None:
-    """Check the bounds of every field, also in nested structs.
-
-    Raises Unsupported with key, bound and value.
-    """
-    values = msgspec.to_builtins(struct)
-    try:
-        msgspec.convert(values, type(struct))
-    except msgspec.ValidationError as problem:
-        match = re.search(r"`\$\.([\w.]+)", str(problem))  # the path of the field
-        if match is None:
-            raise Unsupported(str(problem)) from problem
-        *outer_keys, key = match[1].split(".")
-        for outer_key in outer_keys:
-            values = values[outer_key]
-        raise Unsupported(explained(str(problem), values), key) from problem
-
-
-def converted(
-    values: Mapping[str, Any], kind: type[T], where: str, name_of: Callable[[str], str] = str
-) -> T:
-    """Return the struct with these values. Raises ServingError that names key, bound and value,
-    after `where`. `name_of`: as for `explained`."""
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ServingError(f"{where}{name_of(key)} must be finite, got {value:g}")
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as problem:
-        raise ServingError(where + explained(str(problem), values, name_of)) from problem
-
-
 def unbounded(kind: Any) -> Any:
-    """Return the type without bounds and help: `Annotated[int, Meta(ge=1)] | None` becomes
+    """Return the type without bounds: `Annotated[int, Meta(ge=1)] | None` becomes
     `int | None`."""
     if get_origin(kind) is Annotated:
         return unbounded(get_args(kind)[0])

@@ -1,7 +1,8 @@
-"""Options of a server and of its models: the only place that names, bounds and explains them.
+"""Options of a server and of its models: the only place that names and bounds them.
 
-Three things are generated from these structs: the command line of `crossover serve`, the models
-file (`serve --models-file`), and the keys of a campaign's [server] table.
+Three things are generated from these structs and their texts in serving/options.toml: the command
+line of `crossover serve`, the models file (`serve --models-file`), and the keys of a campaign's
+[server] table.
 
     [[model]]
     source = "135m"               # a ladder model, a GGUF file, a folder or a hub id
@@ -25,20 +26,15 @@ from msgspec import Meta
 
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from crossover.serving.errors import ServingError
+from crossover.serving.faults import converted
 from crossover.serving.option_help import (
-    ENGINE,
     Count,
     Port,
     Positive,
     Seconds,
-    converted,
     flags_of,
-    option,
 )
-
-# Panels of the help page.
-QUEUE, HTTP = "Queue and faults", "HTTP"
-MACHINE, SEVERAL = "Machine", "Several models"
+from crossover.serving.toml_files import read_toml
 
 
 class Policy(StrEnum):
@@ -49,95 +45,26 @@ class Policy(StrEnum):
     cpu_only = "cpu-only"
 
 
-class SharedOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the engine of a model runs, whether a user or a campaign starts it."""
+
+    threads: Count | None = None
+    prefix_reuse: bool = True
+    options: dict[str, Any] = {}
+    check_memory: bool = True
+    standby: Literal["cold", "warm"] = "cold"
+
+
+class SharedOptions(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model runs. On the command line for all models, in a models file for one of them."""
 
-    backend: Annotated[
-        str | None,
-        option(
-            ENGINE,
-            "Engine that runs the model: llama_cpp, onnx, torch or module:Class. Default: the one "
-            "that suits the device.",
-        ),
-    ] = None
-    weight_format: Annotated[
-        str | None,
-        option(
-            ENGINE,
-            "Weight format, such as Q4_0, Q8_0, int4 or bf16. Default: the engine's own default.",
-            "format",
-        ),
-    ] = None
-    calibration: Annotated[
-        bool,
-        option(
-            ENGINE,
-            "If no --backend is given, choose the fastest engine on this CPU. It is measured once, "
-            "which takes seconds.",
-        ),
-    ] = True
-    policy: Annotated[
-        Policy,
-        option(
-            MACHINE,
-            "Devices that may run the model. auto uses the GPU if the model fits there, else the "
-            "CPU.",
-        ),
-    ] = Policy.auto
-    threads: Annotated[
-        Count | None,
-        option(MACHINE, "Threads of the engine. Default: one per physical core of --cores."),
-    ] = None
-    cores: Annotated[
-        str,
-        option(
-            MACHINE,
-            "CPU cores for the engine, such as 0-3. Default: all cores; on more than 8 cores, all "
-            "but the one kept for HTTP.",
-        ),
-    ] = ""
-    prefix_reuse: Annotated[
-        bool,
-        option(
-            ENGINE,
-            "Keep the KV cache of finished sequences and reuse it for prompts with the same "
-            "prefix.",
-        ),
-    ] = True
-    options: Annotated[
-        dict[str, Any],
-        option(
-            ENGINE,
-            "Option of the backend, such as mlock=true. Repeat for several.",
-            "option",
-            "KEY=VALUE",
-        ),
-    ] = {}
-    check_memory: Annotated[
-        bool,
-        option(MACHINE, "Refuse a model that is predicted not to fit in memory.", "memory-check"),
-    ] = True
-    standby: Annotated[
-        Literal["cold", "warm"],
-        option(
-            MACHINE,
-            "warm keeps the fallback engine loaded, so that a failover is immediate; this costs "
-            "its memory.",
-        ),
-    ] = "cold"
-    bridge: Annotated[
-        bool,
-        option(MACHINE, "While a GPU's engine restarts, the CPU answers if it is ready sooner."),
-    ] = True
-    idle_unload_seconds: Annotated[
-        Positive | None,
-        option(
-            SEVERAL,
-            "Unload a model after this many seconds without requests. Default: never.",
-            "idle-unload",
-            "SECONDS",
-        ),
-    ] = None
+    backend: str | None = None
+    weight_format: str | None = None
+    calibration: bool = True
+    policy: Policy = Policy.auto
+    cores: str = ""
+    bridge: bool = True
+    idle_unload_seconds: Positive | None = None
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,138 +79,23 @@ class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The command line of `crossover serve`."""
 
-    models: Annotated[
-        tuple[str, ...],
-        option(
-            "",
-            "Models to serve: ladder models (135m, 1b, ...), GGUF files, folders or hub ids.",
-            "",
-            "MODEL...",
-            True,
-        ),
-    ] = ()
-    models_file: Annotated[
-        str | None,
-        option(
-            SEVERAL,
-            "TOML file with a [[model]] table for each model and its options.",
-            "",
-            "FILE",
-        ),
-    ] = None
-    on: Annotated[
-        Literal["ray"] | None,
-        option(
-            SEVERAL,
-            "ray runs replicas on the Ray cluster at $RAY_ADDRESS, or on a new one on this "
-            "machine. Default: serve without Ray.",
-        ),
-    ] = None
-    replicas: Annotated[
-        Count,
-        option(
-            SEVERAL,
-            "Number of engines with --on ray; each takes --threads cores or one GPU.",
-        ),
-    ] = 1
-    memory_limit: Annotated[
-        str | None,
-        option(
-            SEVERAL,
-            "RAM that all engines may use together, such as 24GiB. Default: the free memory.",
-            "",
-            "SIZE",
-        ),
-    ] = None
-    admin_key_env: Annotated[
-        str | None,
-        option(
-            SEVERAL,
-            "Environment variable that holds the key of the /admin/ routes. Without it there are "
-            "no admin routes.",
-            "",
-            "NAME",
-        ),
-    ] = None
-    host: Annotated[
-        str,
-        option(
-            HTTP,
-            "Address to listen on. 0.0.0.0 makes the server reachable from the network; set "
-            "--api-key-env then.",
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[Port, option(HTTP, "Port to listen on. 0 takes a free port and prints it.")] = (
-        8000
-    )
-    served_name: Annotated[
-        str | None, option(HTTP, "Model name that requests use. Default: the model's own name.")
-    ] = None
-    api_key_env: Annotated[
-        str | None,
-        option(
-            HTTP,
-            "Environment variable that holds the API key. Default: no key is required.",
-            "",
-            "NAME",
-        ),
-    ] = None
-    ready_file: Annotated[
-        str | None,
-        option(
-            HTTP,
-            "JSON file (url, pid, ...) that is written when an engine is ready.",
-            "",
-            "FILE",
-        ),
-    ] = None
-    api_cores: Annotated[
-        str,
-        option(
-            MACHINE,
-            "CPU cores for HTTP. Default: the cores that the engine leaves free, or else the "
-            "engine's cores.",
-        ),
-    ] = ""
-    cache: Annotated[
-        str | None,
-        option(
-            MACHINE,
-            "Folder for weights. Default: $CROSSOVER_CACHE, or ~/.cache/crossover.",
-        ),
-    ] = None
-    max_waiting: Annotated[
-        Count,
-        option(
-            QUEUE,
-            "Maximum requests that wait for a slot; requests beyond it are rejected with 429.",
-        ),
-    ] = 256
-    max_wait_seconds: Annotated[
-        Seconds,
-        option(
-            QUEUE,
-            "Maximum predicted queue wait in seconds; requests beyond it are rejected with 429.",
-            "max-wait",
-        ),
-    ] = 30.0
-    ttft_slo_seconds: Annotated[
-        Positive | None,
-        option(
-            QUEUE,
-            "TTFT limit in seconds; requests predicted to miss it are rejected with 429. Default: "
-            "no limit.",
-            "ttft-slo",
-        ),
-    ] = None
-    drain_seconds: Annotated[
-        Seconds,
-        option(
-            QUEUE,
-            "Seconds that running requests get to finish after SIGTERM.",
-            "drain-timeout",
-        ),
-    ] = 60.0
+    models: tuple[str, ...] = ()
+    models_file: str | None = None
+    on: Literal["ray"] | None = None
+    replicas: Count = 1
+    memory_limit: str | None = None
+    admin_key_env: str | None = None
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    served_name: str | None = None
+    api_key_env: str | None = None
+    ready_file: str | None = None
+    api_cores: str = ""
+    cache: str | None = None
+    max_waiting: Count = 256
+    max_wait_seconds: Seconds = 30.0
+    ttft_slo_seconds: Positive | None = None
+    drain_seconds: Seconds = 60.0
 
 
 def arguments(values: Mapping[str, Any]) -> list[str]:
@@ -337,12 +149,10 @@ def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """Return the [[model]] tables of a models file. Raises ServingError, which begins with
     `where`."""
     try:
-        text = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-        return msgspec.toml.decode(text, type=_ModelsFile).model
-    except OSError as problem:
-        raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-        raise ServingError(f"{where}: {problem}") from problem
+        tables, _ = read_toml(Path(file), ServingError)
+    except ServingError as problem:
+        raise ServingError(f"--models-file {problem}") from problem
+    return converted(tables, _ModelsFile, ServingError, f"{where}: ").model
 
 
 class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -352,4 +162,4 @@ class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
 def model_options(own: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
     """Return one model's options: the shared ones, overridden by its own. Raises ServingError,
     which begins with `where`."""
-    return converted({**shared, **own}, ModelOptions, f"{where}: ")
+    return converted({**shared, **own}, ModelOptions, ServingError, f"{where}: ")

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
 from crossover.loadtests.campaign.campaign_file import (
-    REFUSED_SERVER_OPTIONS,
     CampaignFile,
     Search,
     ServerSettings,
@@ -20,6 +18,7 @@ from crossover.loadtests.campaign.campaign_file import (
     ThirdPartyEngine,
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.serving.option_help import texts_of
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
 
@@ -50,20 +49,16 @@ class Key(msgspec.Struct, frozen=True):
 
 def keys_of(kind: type[msgspec.Struct]) -> list[Key]:
     """The keys of a table of the file, in the order of the struct."""
-    types = get_type_hints(kind, include_extras=True)
+    types, texts = get_type_hints(kind), texts_of(kind)
     keys = []
     for one in msgspec.structs.fields(kind):
-        if kind is ServerSettings and one.name in REFUSED_SERVER_OPTIONS:
-            continue
         default = None if one.default is msgspec.NODEFAULT else one.default
         if one.default_factory is not msgspec.NODEFAULT:
             default = one.default_factory()
-        hint, what = types[one.name], ""
-        if get_origin(hint) is Annotated:
-            metas = [meta.description for meta in hint.__metadata__ if isinstance(meta, Meta)]
-            what = next(filter(None, metas), "")
-        plain = get_type_hints(kind)[one.name]
-        keys.append(Key(one.name, plain, msgspec.to_builtins(default), one.required, what))
+        what = texts[one.name].text
+        keys.append(
+            Key(one.name, types[one.name], msgspec.to_builtins(default), one.required, what)
+        )
     return keys
 
 

@@ -14,7 +14,7 @@ from crossover.loadtests.campaign.campaign_file import CampaignFile
 from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.workload.arrivals import Arrivals
-from crossover.serving.workload.request_lengths import PRESETS
+from crossover.serving.workload.request_lengths import PRESETS, SESSION_PRESETS
 from tests.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 
 TOML_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -34,7 +34,8 @@ def campaign_keys() -> list[str]:
     for slo in SLO_PRESETS.values():
         limits = [value or "none" for value in (slo.ttft_seconds, slo.tpot_seconds)]
         out.append(f"| `{slo.name}` | {limits[0]} | {limits[1]} | {slo.target} |")
-    return [*out, "", f"Workloads: {', '.join(f'`{name}`' for name in PRESETS)}."]
+    workloads = ", ".join(f"`{name}`" for name in (*PRESETS, *SESSION_PRESETS))
+    return [*out, "", f"Workloads: {workloads}."]
 
 
 def plan_keys() -> list[str]:

@@ -1,6 +1,7 @@
 """The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
 
-The map has the first sentence of each file; the plans are what `crossover plan` says.
+The map has the first sentence of each file; the plans are what `crossover plan` says. The lists of
+options.toml are made too, so that a help page needs no import of the tables that it lists.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,16 @@ from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.weights.weight_formats import GgufTensor
 from crossover.reports.answers.check_conditions import QUANTITIES
+from crossover.reports.cli.report_command import DEFAULT_FORMATS, FORMATS
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render.plan_text import as_text
+from crossover.serving.backends.backend_table import BACKENDS
+from crossover.serving.capacity.slo import LIMITS_HELP, SLO_PRESETS
+from crossover.serving.option_help import texts_in
 from crossover.serving.toml_files import read_toml
+from crossover.serving.workload.request_lengths import PRESETS, SESSION_PRESETS
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
@@ -139,8 +145,42 @@ def shapes() -> list[str]:
     return lines
 
 
+def lists(**members: Iterable[str]) -> list[str]:
+    """The table of an options.toml whose names the texts have in braces."""
+    return ["[lists]", *(f'{name} = "{", ".join(names)}"' for name, names in members.items())]
+
+
+def shipped_backends() -> list[str]:
+    """The backends of the table, without those of CROSSOVER_BACKENDS."""
+    return [name for name in BACKENDS if BACKENDS[name].cls.startswith("crossover.")]
+
+
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "serving/options.toml": {
+        "lists": lambda: lists(
+            backends=shipped_backends(), traces=PRESETS, distributions=SESSION_PRESETS
+        )
+    },
+    "loadtests/options.toml": {
+        "lists": lambda: lists(
+            backends=shipped_backends(),
+            presets=[*PRESETS, *SESSION_PRESETS],
+            sessions=[name for name, preset in SESSION_PRESETS.items() if preset.turns.mean > 1],
+            slos=SLO_PRESETS,
+            limits=[LIMITS_HELP],
+        )
+    },
+    "reports/options.toml": {
+        "lists": lambda: lists(
+            slos=SLO_PRESETS,
+            limits=[LIMITS_HELP],
+            traces=PRESETS,
+            quantities=QUANTITIES,
+            formats=FORMATS,
+            default_formats=[DEFAULT_FORMATS],
+        )
+    },
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
@@ -164,8 +204,9 @@ def replaced(name: str, text: str) -> str:
     Raises ValueError where the marks are missing.
     """
     for mark, make in MADE[name].items():
-        start = f"<!-- {mark}: made by python -m tests.made_docs -->"
-        end = f"<!-- end of {mark} -->"
+        opening, closing = ("# ", "") if name.endswith(".toml") else ("<!-- ", " -->")
+        start = f"{opening}{mark}: made by python -m tests.made_docs{closing}"
+        end = f"{opening}end of {mark}{closing}"
         before, found, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not found or not closed:
@@ -178,5 +219,6 @@ if __name__ == "__main__":
     for name in MADE:
         path = ROOT / name
         path.write_text(replaced(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+        texts_in.cache_clear()  # documents are made of the texts in options.toml
     for name, make in WHOLE.items():
         (ROOT / name).write_text(make(), encoding="utf-8")

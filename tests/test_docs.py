@@ -22,8 +22,10 @@ from crossover import cli
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.levels import level_warnings
+from crossover.reports.devices.device_catalog import read_devices
+from crossover.serving.errors import ServingError
+from crossover.serving.faults import converted
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
-from crossover.serving.option_help import converted
 from crossover.serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
@@ -137,7 +139,7 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             given = {
                 key: value for key, value in context.params.items() if value not in (None, [], ())
             }
-            converted(given, CommandOptions, "")
+            converted(given, CommandOptions, ServingError)
 
 
 def _shown(text: str, kind: str) -> list[str]:
@@ -153,6 +155,9 @@ def test_every_toml_file_that_is_shown_is_accepted(page: Path, tmp_path: Path) -
         if "model" in keys:
             (tmp_path / "models.toml").write_text(text)
             models_of(ServeOptions(models_file=str(tmp_path / "models.toml")))
+            continue
+        if "device" in keys:
+            assert read_devices(text, page.name)
             continue
         needed = {"name": "shown"} if keys.keys() & {"models", "target"} else WHOLE_CAMPAIGN
         head = [f"{key} = {json.dumps(value)}" for key, value in needed.items() if key not in keys]

@@ -20,15 +20,20 @@ from packaging.utils import canonicalize_name
 
 from crossover import VERSION
 from crossover.cli import VERBS
+from crossover.serving.backends.backend_table import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("models", "serving", "loadtests", "reports")
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {
-    "llama_cpp": "llama-cpp-python",
     "pynvml": "nvidia-ml-py",
     "vl_convert": "vl-convert-python",
+    **{
+        spec.package: spec.distribution
+        for spec in BACKENDS.values()
+        if spec.package is not None and spec.distribution is not None
+    },
 }
 # Their internals, or texts that they do not promise, are relied on, so that any release may break
 # the product: uvicorn's protocol class, Locust's runners, msgspec's error sentences, typer's

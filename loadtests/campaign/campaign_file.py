@@ -13,8 +13,9 @@
     max_prompt_tokens = 512
 
 Each key is a field of a struct: its type defines the values that it may have, and `crossover
-campaign init` and docs/campaign.md show its description. All faults of a file are reported at once,
-with key and value. Reading a campaign starts nothing and does not look at the machine.
+campaign init` and docs/campaign.md show its text in loadtests/options.toml. All faults of a file
+are reported at once, with key and value. Reading a campaign starts nothing and does not look at the
+machine.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from crossover.serving.backends.model_engines import engines_on, refusal, usual_
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from crossover.serving.capacity.slo import SLO_PRESETS, Limits, Slo
 from crossover.serving.errors import BackendUnavailable, ServingError, WorkloadError
+from crossover.serving.faults import converted
 from crossover.serving.option_help import Count, Positive, Seconds, Share
 from crossover.serving.placement.fastest_backend import BEST
-from crossover.serving.server_options import SharedOptions
-from crossover.serving.toml_files import Table, converted, key, parse_toml, read_toml
+from crossover.serving.server_options import EngineOptions
+from crossover.serving.toml_files import Table, parse_toml, read_toml
 from crossover.serving.workload.arrivals import Arrivals, Poisson, Trace
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -87,36 +89,14 @@ class GpuSettings(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Scheduler settings of a server on a GPU."""
 
 
-class ServerSettings(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerSettings(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the server of each cell is started: options of `crossover serve` with the same names."""
 
-    context_tokens: Annotated[Count, key("Maximum tokens of one request, prompt and answer.")] = (
-        2048
-    )
-    cores: Annotated[
-        Count | None,
-        key(
-            "Number of physical cores for the engine. Default: all; on more than 8 cores, all but "
-            "the one kept for HTTP."
-        ),
-    ] = None  # type: ignore[assignment]
-    cache: Annotated[
-        str | None,
-        key(
-            "Folder for generated and downloaded weights. Default: $CROSSOVER_CACHE, or "
-            "~/.cache/crossover."
-        ),
-    ] = None
-    ready_seconds: Annotated[
-        Positive, key("Maximum seconds for making the weights and loading them.")
-    ] = 1800.0
-    gpu: Annotated[
-        GpuSettings | None,
-        key(
-            "Scheduler settings (slots, context_tokens, kv_tokens, ...) for the GPU instead of "
-            "those above. Default: the same settings."
-        ),
-    ] = None
+    context_tokens: Count = 2048
+    cores: Count | None = None
+    cache: str | None = None
+    ready_seconds: Positive = 1800.0
+    gpu: GpuSettings | None = None
 
     def settings_on(self, device: str | None) -> RequestedSettings:
         """Return the scheduler settings of a server on a device, as far as the campaign sets them.
@@ -130,56 +110,23 @@ class ServerSettings(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fi
         return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
 
-# Options of `serve` that are not allowed in [server], and what the user can do instead.
-REFUSED_SERVER_OPTIONS = {
-    "policy": 'Use the top-level key devices: ["cpu"], ["gpu"] or both.',
-    "backend": "Use the top-level key backends.",
-    "weight_format": "Use the top-level key formats.",
-    "calibration": 'Use backends = ["best"] to choose the fastest engine.',
-    "idle_unload_seconds": "A server of a campaign never unloads its model.",
-    "bridge": "An engine of a campaign has no fallback.",
-}
-
-
 class SloSpec(Table, Limits, frozen=True):
     """A preset, possibly with changes, or your own SLO."""
 
-    preset: Annotated[
-        str | None, key("Preset to start from: chat, interactive, reading, batch, ...")
-    ] = None
-    name: Annotated[str | None, key("Name of the SLO in reports.")] = None
-    target: Annotated[
-        Share | None, key("SLO attainment to reach: the share of requests that meet every limit.")
-    ] = None
+    preset: str | None = None
+    name: str | None = None
+    target: Share | None = None
 
 
 class Search(Table, frozen=True):
     """How the capacity of a cell is measured."""
 
-    starts: Annotated[
-        Count,
-        key("Server starts that must each confirm the rate. Use 2 for production sizing."),
-    ] = 1
-    confirm: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        key(
-            "Number of models to confirm: the smallest on the CPU, the largest on a GPU. Default: "
-            "all."
-        ),
-    ] = None
-    single_stream_requests: Annotated[
-        Count, key("Maximum single-stream requests: one at a time, before any load.")
-    ] = 20
-    single_stream_seconds: Annotated[
-        Positive | None, key("Maximum seconds for them. Default: 20, on a GPU 8.")
-    ] = None
-    level_seconds: Annotated[
-        Positive | None,
-        key("Minimum seconds of a level that confirms a rate. Default: 60, on a GPU 20."),
-    ] = None
-    rates: Annotated[
-        list[Positive], key("Requests/s to measure instead of searching for the capacity.")
-    ] = []
+    starts: Count = 1
+    confirm: Annotated[int, Meta(ge=0)] | None = None
+    single_stream_requests: Count = 20
+    single_stream_seconds: Positive | None = None
+    level_seconds: Positive | None = None
+    rates: list[Positive] = []
 
     def single_stream_seconds_on(self, device: str | None) -> float:
         """Return the maximum time for the single-stream requests on a device."""
@@ -195,111 +142,37 @@ class Search(Table, frozen=True):
 class ThirdPartyEngine(Table, frozen=True):
     """Another project's engine, started by a command for each of its cells."""
 
-    name: Annotated[
-        str, key("Name of the engine in reports."), Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")
-    ]
-    command: Annotated[
-        str,
-        key(
-            "Command that starts the engine, split as by a shell; {model}, {port}, ... are filled "
-            "in."
-        ),
-    ]
-    ready: Annotated[
-        str, key("Path that answers 200 once the engine serves."), Meta(pattern="^/")
-    ] = "/health"
-    weights: Annotated[
-        Literal["gguf", "hf", "none"],
-        key(
-            "What {model} becomes: a GGUF file (gguf), a folder of safetensors (hf), or the name "
-            "in models (none)."
-        ),
-    ] = "hf"
-    format: Annotated[str | None, key("Weight format. Default: Q4_0 for gguf, bf16 for hf.")] = None
-    api_path: Annotated[
-        Annotated[str, Meta(pattern="^/")] | None,
-        key("Path of its OpenAI routes, such as /v3. Default: /v1."),
-    ] = None
-    install: Annotated[
-        str | None,
-        key("How to install it. The campaign prints this if the program is missing."),
-    ] = None
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    command: str
+    ready: Annotated[str, Meta(pattern="^/")] = "/health"
+    weights: Literal["gguf", "hf", "none"] = "hf"
+    format: str | None = None
+    api_path: Annotated[str, Meta(pattern="^/")] | None = None
+    install: str | None = None
 
 
 class CampaignFile(Table, frozen=True):
     """The file as it is written."""
 
-    name: Annotated[str, key("Name of the run folder.")]
-    models: Annotated[
-        list[str],
-        key(
-            'Models to measure: ladder models, files, folders or hub ids; ["auto"]: four ladder '
-            "models around this machine's capacity."
-        ),
-    ] = []
-    formats: Annotated[
-        list[str],
-        key(
-            "Weight formats to test. Each engine tests those it supports; leave empty to use each "
-            "engine's default."
-        ),
-    ] = []
-    devices: Annotated[
-        list[Device],
-        key("Devices to measure: cpu, gpu or both. Leave empty for all that this machine has."),
-    ] = []
-    backends: Annotated[
-        list[str] | None,
-        key(
-            "Engines to measure: llama_cpp, onnx, torch, or best (the fastest on the CPU, by a "
-            "trial). Default: llama_cpp, or onnx for a folder, and the GPU's engine."
-        ),
-    ] = None
-    engines: Annotated[
-        list[ThirdPartyEngine], key("Engines of other projects; they need --trust.")
-    ] = []
-    recipes: Annotated[
-        list[str],
-        key("Engines of loadtests/engines to measure, by file name; they need --trust."),
-    ] = []
-    target: Annotated[
-        Target | None, key("Endpoint that is already running, to measure instead of models.")
-    ] = None
-    server: Annotated[
-        ServerSettings, key("Options of the server that is started for each cell.")
-    ] = ServerSettings()
-    workload: Annotated[Workload, key("Lengths of prompts and answers.")] = DEFAULT_WORKLOAD
-    api: Annotated[
-        Literal["auto", "completions", "chat"],
-        key("Route to measure. auto: chat for your own model with a chat template."),
-    ] = "auto"
-    ignore_eos: Annotated[
-        bool,
-        key(
-            "true: answers have the lengths of the workload. false: they end where the model ends "
-            "them."
-        ),
-    ] = True
-    arrivals: Annotated[Arrivals, key("Arrival process: when requests are scheduled.")] = Poisson()
-    slo: Annotated[str | SloSpec, key("SLO: a preset, or the limits that a request must meet.")] = (
-        "chat"
-    )
-    search: Annotated[Search, key("How the capacity is measured.")] = Search()
-    budget_seconds: Annotated[
-        Positive | None,
-        key("Measuring time for all cells together, in seconds. Default: 600 per cell."),
-    ] = None
-    seed: Annotated[int, key("Seed of prompts and arrivals.")] = 1
-    disturbance: Annotated[
-        Literal["wait", "ignore"],
-        key(
-            "wait: measure a level again if other processes disturbed it. ignore: count it anyway."
-        ),
-    ] = "wait"
-    wait_seconds: Annotated[
-        Seconds,
-        key("Maximum seconds a cell waits for the machine to become idle. 0 disables waiting."),
-    ] = 300.0
+    name: str
+    models: list[str] = []
+    formats: list[str] = []
+    devices: list[Device] = []
+    backends: list[str] | None = None
+    engines: list[ThirdPartyEngine] = []
+    recipes: list[str] = []
+    target: Target | None = None
+    server: ServerSettings = ServerSettings()
+    workload: Workload = DEFAULT_WORKLOAD
+    api: Literal["auto", "completions", "chat"] = "auto"
+    ignore_eos: bool = True
+    arrivals: Arrivals = Poisson()
+    slo: str | SloSpec = "chat"
+    search: Search = Search()
+    budget_seconds: Positive | None = None
+    seed: int = 1
+    disturbance: Literal["wait", "ignore"] = "wait"
+    wait_seconds: Seconds = 300.0
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -709,7 +582,6 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             f"search.starts = {file.search.starts} is possible only for a search on servers that "
             "the campaign starts: remove search.rates and target"
         )
-    yield from _server_faults(file.server)
     yield from _choice_faults(file)
     yield from _session_faults(file)
     yield from _length_faults(file)
@@ -737,13 +609,6 @@ def _target_faults(file: CampaignFile, target: Target) -> Iterator[str]:
         check_target(target)
     except LoadError as problem:
         yield f"target: {problem}"
-
-
-def _server_faults(server: ServerSettings) -> Iterator[str]:
-    defaults = ServerSettings()
-    for name, advice in REFUSED_SERVER_OPTIONS.items():
-        if (value := getattr(server, name)) != getattr(defaults, name):
-            yield f"server.{name} = {value!r} is not allowed in [server]. {advice.rstrip('.')}"
 
 
 def _choice_faults(file: CampaignFile) -> Iterator[str]:

@@ -157,7 +157,7 @@ def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
     """Return the policy that a cell's server is started with. It allows only the cell's device, so
     that no other device is measured in its name."""
     if cell.device is None:  # the campaign names none
-        return campaign.server.policy
+        return Policy.auto
     return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
 
 

@@ -20,7 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, file_name
+from crossover.loadtests.campaign.campaign_file import (
+    Campaign,
+    Cell,
+    Plan,
+    ServerSettings,
+    file_name,
+)
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
@@ -199,8 +205,11 @@ def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str])
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     """Return the campaign of a run as it was read when the run started, and its cells. Raises
     BadRunFolder."""
+    # Earlier versions also recorded options of `serve` that [server] does not have.
+    recorded = manifest.campaign.get("server", {})
+    server = {name: recorded[name] for name in ServerSettings.__struct_fields__ if name in recorded}
     try:
-        campaign = msgspec.convert(manifest.campaign, Campaign)
+        campaign = msgspec.convert({**manifest.campaign, "server": server}, Campaign)
         cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(

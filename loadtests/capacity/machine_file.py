@@ -20,9 +20,9 @@ from crossover.loadtests.errors import LoadError
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.capacity.simulated_capacity import ServerModel
+from crossover.serving.faults import converted
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.option_help import Count, Positive, Seconds
-from crossover.serving.toml_files import converted
 
 VERSION: Literal[4] = 4
 

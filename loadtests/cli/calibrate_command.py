@@ -7,14 +7,14 @@ import importlib.metadata
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
 from crossover.loadtests.errors import LoadError
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import Count, option
+from crossover.serving.option_help import Count
 
 if TYPE_CHECKING:
     from crossover.loadtests.campaign.campaign_file import Plan
@@ -31,24 +31,10 @@ CONTEXT_TOKENS = 256.0  # of each stream
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover calibrate`."""
 
-    models: Annotated[
-        tuple[str, ...],
-        option(
-            "",
-            "Models to measure: ladder models (135m), files, folders or hub ids. Default: "
-            "smollm2-135m and smollm2-360m.",
-            metavar="MODEL...",
-            is_argument=True,
-        ),
-    ] = ("smollm2-135m", "smollm2-360m")
-    backend: Annotated[
-        str | None,
-        option(
-            "", "Engine; best chooses the fastest on this CPU. Default: the model's default engine."
-        ),
-    ] = None
-    slots: Annotated[Count, option("", "Maximum sequences that run at the same time.")] = 8
-    out: Annotated[str, option("", "File to write.", metavar="FILE")] = "machine.json"
+    models: tuple[str, ...] = ("smollm2-135m", "smollm2-360m")
+    backend: str | None = None
+    slots: Count = 8
+    out: str = "machine.json"
 
 
 def _calibrate(options: CalibrateOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import typer
@@ -14,7 +14,6 @@ from rich.table import Table
 from crossover.loadtests.errors import LoadError
 from crossover.models import formatting
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import option
 
 if TYPE_CHECKING:
     from crossover.loadtests.comparison.compare_runs import Comparison
@@ -23,26 +22,10 @@ if TYPE_CHECKING:
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
-    first: Annotated[
-        Path,
-        option("", "Run folder, or folder of runs, as baseline.", metavar="A", is_argument=True),
-    ]
-    second: Annotated[
-        Path,
-        option("", "Run folder, or folder of runs, to compare.", metavar="B", is_argument=True),
-    ]
-    allow: Annotated[
-        list[str] | None,
-        option(
-            "",
-            "A fact that may differ, such as format or cpu_model. Repeat for several.",
-            metavar="FACT",
-        ),
-    ] = None
-    fail_on: Annotated[
-        Literal["slower"] | None,
-        option("", "Exit with status 1 if anything is slower, and 2 if that is not known."),
-    ] = None
+    first: Path
+    second: Path
+    allow: list[str] | None = None
+    fail_on: Literal["slower"] | None = None
 
 
 def _compare(options: CompareOptions) -> None:

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from crossover.loadtests.errors import Incomplete, LoadError
 from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
-from crossover.serving.capacity.slo import LIMITS_HELP, parse_slo
+from crossover.serving.capacity.slo import parse_slo
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import Count, Positive, option
+from crossover.serving.option_help import Count, Positive
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):
     """The command line of `crossover load`."""
 
-    concurrency: Annotated[
-        Count | None,
-        option(
-            "",
-            "Number of users; each sends its next request when the last one has been answered "
-            "(closed loop).",
-        ),
-    ] = None
-    duration: Annotated[
-        Positive,
-        option("", "Seconds of load. Requests that are still running then get 60 s to finish."),
-    ] = 30.0
-    slo: Annotated[
-        str,
-        option(
-            "",
-            "SLO: a preset (chat: TTFT 2 s, TPOT 0.1 s; interactive: 0.5 s, 0.03 s; reading: 5 s, "
-            f"0.2 s; batch: no limits), or {LIMITS_HELP}, all of which a request must meet: "
-            "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95.",
-        ),
-    ] = "chat"
+    concurrency: Count | None = None
+    duration: Positive = 30.0
+    slo: str = "chat"
 
 
 def _load(options: CommandOptions) -> None:

@@ -11,8 +11,8 @@ from msgspec import Meta
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
-from crossover.serving.option_help import about, option, unbounded
-from crossover.serving.toml_files import converted
+from crossover.serving.faults import converted
+from crossover.serving.option_help import texts_of, unbounded
 from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload
 
@@ -28,33 +28,10 @@ _WORKLOAD = re.compile(
 class LoadOptions(Target, frozen=True, kw_only=True):
     """The endpoint, and which requests are sent to it when."""
 
-    rate: Annotated[
-        Annotated[float, Meta(gt=0, le=100_000)] | None,
-        option(
-            "",
-            "Offered rate in requests per second. Requests are sent on schedule, whether or not "
-            "earlier ones have been answered (open loop).",
-        ),
-    ] = None
-    workload: Annotated[
-        str,
-        option(
-            "",
-            "Lengths of prompts and answers: a preset (chat, code, sharegpt, summarise), a preset "
-            "with maximum tokens of prompts and answers (chat:512:64), or fixed lengths (256x64). "
-            "conversation and agent are sessions of several turns, and --rate counts sessions. "
-            "FILE.jsonl has your own requests.",
-        ),
-    ] = "chat:1024:256"
-    arrivals: Annotated[
-        Literal["poisson", "constant", "gamma"],
-        option(
-            "",
-            "Arrival process: Poisson, constant intervals, or gamma for bursts (coefficient of "
-            "variation 2).",
-        ),
-    ] = "poisson"
-    seed: Annotated[int, option("", "Seed of arrivals, lengths and texts of requests.")] = 1
+    rate: Annotated[float, Meta(gt=0, le=100_000)] | None = None
+    workload: str = "chat:1024:256"
+    arrivals: Literal["poisson", "constant", "gamma"] = "poisson"
+    seed: int = 1
 
 
 def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
@@ -80,13 +57,14 @@ def add_options(parser: Any) -> None:
     """
     parser.set_defaults(web_host="127.0.0.1", run_time="30s")
     parsers = {int: int, float | None: float}  # all other values are texts
+    texts = texts_of(LoadOptions)
     for field in msgspec.structs.fields(LoadOptions):
         if field.name in BY_HAND:
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=parsers.get(unbounded(field.type), str),
                 default=field.default,
-                help=about(field).text,
+                help=texts[field.name].text,
                 include_in_web_ui=False,
             )
 

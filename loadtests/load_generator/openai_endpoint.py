@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import gevent
 import msgspec
@@ -32,7 +32,7 @@ from crossover.loadtests.load_generator.completion_chunk import (
 from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.serving.option_help import Positive, option
+from crossover.serving.option_help import Positive
 from crossover.serving.workload.exact_prompts import WORDS
 
 PROBE_TOKENS = (8, 64)  # output tokens; the second number if the endpoint refuses the first
@@ -50,45 +50,14 @@ BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is trie
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The endpoint to load: a table of a campaign, and options of `crossover load`."""
 
-    url: Annotated[
-        str,
-        option(
-            "",
-            "Base URL of the endpoint, such as http://127.0.0.1:8000. Its routes are below the "
-            "path of the URL, or below /v1 if the URL has no path.",
-            is_argument=True,
-        ),
-    ]
-    model: Annotated[
-        str | None, option("", "Model name. Default: the first model that /v1/models lists.")
-    ] = None
-    api: Annotated[Literal["completions", "chat"], option("", "Route to measure.")] = "completions"
-    ignore_eos: Annotated[
-        bool,
-        option(
-            "",
-            "Make answers as long as the workload says. Without it, they end where the model ends "
-            "them.",
-        ),
-    ] = True
-    api_key_env: Annotated[
-        str | None,
-        option(
-            "",
-            "Environment variable that holds the API key. A campaign reads it only with --trust.",
-            metavar="NAME",
-        ),
-    ] = None
-    extra_body: Annotated[
-        dict[str, Any],
-        option("", "Key and value to add to the body of every request.", metavar="KEY=VALUE"),
-    ] = {}
-    timeout_seconds: Annotated[
-        Positive, option("", "Maximum seconds that one request may take.")
-    ] = 600.0
-    ready_seconds: Annotated[
-        Positive, option("", "Maximum seconds to wait until the endpoint answers.")
-    ] = 60.0
+    url: str
+    model: str | None = None
+    api: Literal["completions", "chat"] = "completions"
+    ignore_eos: bool = True
+    api_key_env: str | None = None
+    extra_body: dict[str, Any] = {}
+    timeout_seconds: Positive = 600.0
+    ready_seconds: Positive = 60.0
 
 
 def check_target(target: Target) -> None:

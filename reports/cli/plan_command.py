@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import typer
@@ -19,9 +19,7 @@ from rich.table import Table
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.reports.errors import ReportError
-from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import option
 from crossover.serving.toml_files import read_toml
 
 if TYPE_CHECKING:
@@ -29,47 +27,24 @@ if TYPE_CHECKING:
 
 TEXT_COLUMNS = 110
 PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
-PRESETS = ", ".join(SLO_PRESETS)
 RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover plan`."""
 
-    file: Annotated[Path | None, option("", "Plan file (TOML).", is_argument=True)] = None
-    model: Annotated[
-        str | None, option("", "Model: a ladder model (8b), a GGUF file, a folder or a hub id.")
-    ] = None
-    rate: Annotated[
-        float | None,
-        option("", "Requests/s in the busiest hour. Default: the rate of the plan file."),
-    ] = None
-    slo: Annotated[
-        str | None,
-        option("", f"SLO preset: {PRESETS}. Default: that of the run, else chat."),
-    ] = None
-    device: Annotated[
-        list[str] | None,
-        option("", "Device to consider for rent, instead of the default list. Repeatable."),
-    ] = None
-    run: Annotated[list[Path] | None, option("", "Run of one of your machines. Repeatable.")] = None
-    price: Annotated[
-        float | None,
-        option(
-            "",
-            "Price of the machine of --run in $/h, rented all month. 0 means that it is paid for "
-            "and costs only its energy. Default: 0, but for a machine with a GPU its list price.",
-        ),
-    ] = None
-    machine: Annotated[
-        list[Path] | None, option("", "File written by `crossover calibrate`. Repeatable.")
-    ] = None
-    chart: Annotated[
-        Path | None, option("", "Chart of the costs to write: .png, .svg or .html.")
-    ] = None
-    as_json: Annotated[bool, option("", "Print the plan as JSON (docs/plan.md).", "json")] = False
-    devices: Annotated[bool, option("", "List all known devices and exit.")] = False
-    example: Annotated[bool, option("", "Print an example plan file and exit.")] = False
+    file: Path | None = None
+    model: str | None = None
+    rate: float | None = None
+    slo: str | None = None
+    device: list[str] | None = None
+    run: list[Path] | None = None
+    price: float | None = None
+    machine: list[Path] | None = None
+    chart: Path | None = None
+    as_json: bool = False
+    devices: bool = False
+    example: bool = False
 
 
 def _plan(options: PlanOptions) -> None:

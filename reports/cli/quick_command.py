@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 import typer
@@ -41,9 +41,9 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
-from crossover.serving.capacity.slo import LIMITED_TIMES, LIMITS_HELP, Slo, parse_slo
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo, parse_slo
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import Positive, Seconds, option
+from crossover.serving.option_help import Positive, Seconds
 
 CLOSING_SECONDS = 3.0  # of the maximum time, to end what runs when the time is over
 READY_SECONDS = 20.0  # that a server may need for its first answer
@@ -55,69 +55,17 @@ THINK_SECONDS = 45.0  # mean of inference-perf's interactive-chat
 class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover quick`."""
 
-    url: Annotated[
-        str | None,
-        option(
-            "",
-            "The server's base URL, host:port, or a port of this machine. Default: the first "
-            "server on this machine's ports 8000 (Crossover, vLLM), 8080 (llama-server), 11434 "
-            "(Ollama) and 1234 (LM Studio).",
-            metavar="[URL]",
-            is_argument=True,
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        option(
-            "",
-            "The model to measure. Default: a chat model that the server lists, if possible "
-            "one that is loaded.",
-        ),
-    ] = None
-    slo: Annotated[
-        str,
-        option(
-            "",
-            "The latency target. A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, "
-            f"0.03 s), reading (5 s, 0.2 s); or {LIMITS_HELP}: ttft=2,e2e=30,target=0.9.",
-        ),
-    ] = "chat"
-    workload: Annotated[
-        str,
-        option(
-            "",
-            "Lengths of requests, as in `crossover load`: chat, code, sharegpt, summarise; "
-            "chat:512:64 caps prompts and answers; 256x64: all the same.",
-        ),
-    ] = "chat:1024:256"
-    think: Annotated[
-        Seconds,
-        option("", "Seconds that a user reads and thinks between an answer and the next question."),
-    ] = THINK_SECONDS
-    shape: Annotated[
-        str | None,
-        option(
-            "",
-            "The model's shape, where the server does not say it, to name the GPU that would take "
-            "over: a size of the ladder (8b), a GGUF file, a folder.",
-            metavar="MODEL",
-        ),
-    ] = None
-    api: Annotated[
-        Literal["auto", "completions", "chat"],
-        option("", "The route to measure. auto: completions, or chat where there is none."),
-    ] = "auto"
-    api_key_env: Annotated[
-        str | None,
-        option("", "The environment variable that holds the API key.", metavar="NAME"),
-    ] = None
-    seconds: Annotated[
-        Positive, option("", "Maximum time to spend; a slow model needs more than the default.")
-    ] = DEFAULT_SECONDS
-    out: Annotated[Path, option("", "Where the run folder is made.")] = Path("runs")
-    as_json: Annotated[bool, option("", "Print the answer as JSON, and nothing else.", "json")] = (
-        False
-    )
+    url: str | None = None
+    model: str | None = None
+    slo: str = "chat"
+    workload: str = "chat:1024:256"
+    think: Seconds = THINK_SECONDS
+    shape: str | None = None
+    api: Literal["auto", "completions", "chat"] = "auto"
+    api_key_env: str | None = None
+    seconds: Positive = DEFAULT_SECONDS
+    out: Path = Path("runs")
+    as_json: bool = False
 
 
 def _quick(options: QuickOptions) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
-from crossover.reports.answers.check_conditions import QUANTITIES, check_condition
+from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.errors import MissingPackage, ReportError
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import option
 
 if TYPE_CHECKING:
     from crossover.reports.answers.model_answers import ModelAnswer
@@ -21,45 +20,20 @@ if TYPE_CHECKING:
 
 FORMATS = ("html", "md", "csv", "json", "png")
 DEFAULT_FORMATS = "html,md,csv"
-QUANTITY_NAMES = ", ".join(QUANTITIES)
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover report`."""
 
-    run: Annotated[Path, option("", "Folder of the run: runs/<id>.", is_argument=True)]
-    out: Annotated[
-        Path | None, option("", "Folder for the report. Default: `report` in the run's folder.")
-    ] = None
-    formats: Annotated[
-        str | None,
-        option(
-            "", f"Formats to write: {', '.join(FORMATS)}. Default: {DEFAULT_FORMATS}.", "format"
-        ),
-    ] = None
-    png: Annotated[bool, option("", "Also write the first screen as a picture.")] = False
-    slo: Annotated[
-        str | None,
-        option("", f"SLO preset to judge by, instead of the run's: {', '.join(SLO_PRESETS)}."),
-    ] = None
-    checks: Annotated[
-        list[str] | None,
-        option(
-            "",
-            'Exit with status 1 unless this condition holds, such as "1b:capacity>=0.5". '
-            "Repeatable. A condition is MODEL:QUANTITY, then >=, <=, > or <, then a number. "
-            "Where a model was measured on both devices: MODEL:cpu:QUANTITY, MODEL:gpu:QUANTITY. "
-            f"Quantities: {QUANTITY_NAMES}.",
-            "check",
-            "CONDITION",
-        ),
-    ] = None
-    share: Annotated[
-        Path | None,
-        option("", "Only write a copy of the run without names and paths, to share it."),
-    ] = None
-    as_json: Annotated[bool, option("", "Print only the numbers, as JSON.", "json")] = False
-    open_page: Annotated[bool, option("", "Open the page in a browser.", "open")] = False
+    run: Path
+    out: Path | None = None
+    formats: str | None = None
+    png: bool = False
+    slo: str | None = None
+    checks: list[str] | None = None
+    share: Path | None = None
+    as_json: bool = False
+    open_page: bool = False
 
 
 def _report(options: ReportOptions) -> None:

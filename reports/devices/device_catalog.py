@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,7 +22,9 @@ import msgspec
 from crossover.models.formatting import GIB
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.errors import ReportError
+from crossover.serving.faults import converted
 from crossover.serving.option_help import Positive
+from crossover.serving.toml_files import parse_toml
 
 # The share of the memory on the label that the driver leaves for use. GDDR: L4 23034 of 24576
 # MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi). HBM: A100 and H100 79.1 of 80 GiB (the
@@ -109,10 +110,8 @@ def user_file() -> Path:
 def read_devices(text: str, what: str) -> list[Device]:
     """Return the devices of a TOML text; `what` names it in errors. Raises ReportError, which names
     key and value."""
-    try:
-        return msgspec.convert(tomllib.loads(text), _CatalogFile).device
-    except (ValueError, RecursionError) as problem:  # msgspec's and tomllib's are ValueErrors
-        raise ReportError(f"{what} is broken: {problem}") from problem
+    where = f"{what}: "
+    return converted(parse_toml(text, ReportError, where), _CatalogFile, ReportError, where).device
 
 
 @cache

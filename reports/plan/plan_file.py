@@ -6,8 +6,8 @@
     peak_rate = 0.5
 
 Each key is a field of a struct: its type defines the values that it may have, and docs/plan.md
-shows its description. All errors in a file are reported at once, with key and value. Reading a plan
-file does not inspect the machine that it runs on.
+shows its text in reports/options.toml. All errors in a file are reported at once, with key and
+value. Reading a plan file does not inspect the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.serving.backends.model_engines import usual_engines
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.toml_files import Table, converted, key
+from crossover.serving.faults import converted
+from crossover.serving.toml_files import Table
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, notes_of
 from crossover.serving.workload.request_lengths import in_words as lengths_in_words
@@ -66,88 +67,45 @@ class BadPlan(ReportError):
 class ForecastKeys(Table, frozen=True, kw_only=True):
     """The rate: exactly one of peak_rate, mean_rate and users."""
 
-    peak_rate: Annotated[Positive | None, key("Requests/s in the busiest hour, on average.")] = None
-    mean_rate: Annotated[Positive | None, key("Requests/s over the month, on average.")] = None
-    users: Annotated[Positive | None, key("Number of users; needs requests_per_user.")] = None
-    requests_per_user: Annotated[Positive | None, key("Requests per user and day.")] = None
-    day: Annotated[
-        Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]],
-        key("Shape of a day: flat, people, office, night, or a list with a rate for each hour."),
-    ] = "flat"
-    weekend: Annotated[
-        Annotated[float, Meta(ge=0, le=1e9)],
-        key("Rate in an hour of the weekend relative to that hour on a weekday."),
-    ] = 1.0
-    arrivals: Annotated[
-        Constant | Poisson | Gamma,
-        key("Arrival process within an hour: poisson, constant or gamma."),
-    ] = Poisson()
+    peak_rate: Positive | None = None
+    mean_rate: Positive | None = None
+    users: Positive | None = None
+    requests_per_user: Positive | None = None
+    day: (
+        Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]]
+    ) = "flat"
+    weekend: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    arrivals: Constant | Poisson | Gamma = Poisson()
 
 
 class MachineKeys(Table, frozen=True, kw_only=True):
     """One machine: exactly one of run, file and device."""
 
-    run: Annotated[str | None, key("Run folder with the measured capacity of this machine.")] = None
-    file: Annotated[str | None, key("machine.json written by `crossover calibrate`.")] = None
-    device: Annotated[str | None, key("Device, as listed by `crossover plan --devices`.")] = None
-    name: Annotated[str | None, key("Name in the plan. Default: the machine's own name.")] = None
-    owned: Annotated[Annotated[int, Meta(ge=0)], key("How many of these machines you have.")] = 1
-    dollars_per_hour: Annotated[
-        Positive | None,
-        key("Rent of one machine, in $/h. Default: for a machine with a GPU, its list price."),
-    ] = None
-    is_paid: Annotated[
-        bool | None,
-        key(
-            "true: the machines that you have cost only their energy. false: they are rented at "
-            "dollars_per_hour all month. Default: true, but false for a machine with a GPU."
-        ),
-    ] = None
-    watts: Annotated[Positive | None, key("Power under load in watts, at the wall.")] = None
+    run: str | None = None
+    file: str | None = None
+    device: str | None = None
+    name: str | None = None
+    owned: Annotated[int, Meta(ge=0)] = 1
+    dollars_per_hour: Positive | None = None
+    is_paid: bool | None = None
+    watts: Positive | None = None
 
 
 class PlanFile(Table, frozen=True, kw_only=True):
     """A plan file as it was written."""
 
-    name: Annotated[str, key("Name of the plan.")] = ""
-    model: Annotated[
-        str, key("A ladder model, a GGUF file, a folder, a hub id, or the model of a run.")
-    ]
-    format: Annotated[
-        str | None,
-        key(
-            "Weight format on CPUs without a run. Default: the format of a run or of the model's "
-            "file, else Q4_0."
-        ),
-    ] = None
-    gpu_format: Annotated[str, key("Weight format on GPUs.")] = "bf16"
-    forecast: Annotated[ForecastKeys, key("How many requests arrive, and when.")]
-    workload: Annotated[
-        Workload | None,
-        key("Lengths of prompts and answers. Default: those of the run, else the preset chat."),
-    ] = None
-    slo: Annotated[
-        str | SloSpec | None,
-        key("SLO that requests must meet. Default: that of the run, else chat."),
-    ] = None
-    spares: Annotated[
-        Annotated[int, Meta(ge=0)],
-        key("Machines that may fail while the SLO is still met; 1 means N+1."),
-    ] = 0
-    machines: Annotated[
-        list[MachineKeys], key("Your machines, and others by file or device name.")
-    ] = []
-    devices: Annotated[
-        list[str] | None,
-        key("Devices to consider for rent. Default: all GPUs with a list price or one in prices."),
-    ] = None
-    prices: Annotated[
-        dict[str, Positive], key("Price of a device in $/h, instead of its list price.")
-    ] = {}
-    dollars_per_kwh: Annotated[
-        Annotated[float, Meta(ge=0, le=1e9)],
-        key("Energy price in $/kWh for machines that you own."),
-    ] = 0.15
+    name: str = ""
+    model: str
+    format: str | None = None
+    gpu_format: str = "bf16"
+    forecast: ForecastKeys
+    workload: Workload | None = None
+    slo: str | SloSpec | None = None
+    spares: Annotated[int, Meta(ge=0)] = 0
+    machines: list[MachineKeys] = []
+    devices: list[str] | None = None
+    prices: dict[str, Positive] = {}
+    dollars_per_kwh: Annotated[float, Meta(ge=0, le=1e9)] = 0.15
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):

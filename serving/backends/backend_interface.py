@@ -37,7 +37,8 @@ import msgspec
 
 from crossover.serving.capacity.scheduler_settings import AUTO, SchedulerSettings
 from crossover.serving.errors import EngineFailed, Unsupported
-from crossover.serving.option_help import Count, check, explained
+from crossover.serving.faults import check, fault_of
+from crossover.serving.option_help import Count
 from crossover.serving.sampling.step_inputs import Row, Sampled
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -58,11 +59,10 @@ def parse_options(kind: type[Options], values: Mapping[str, Any], backend: str) 
     try:
         return msgspec.convert(dict(values), kind, strict=False)
     except msgspec.ValidationError as problem:
-        # msgspec's messages end with the place: "Expected `bool`, got `int` - at `$.mlock`".
-        name = str(problem).rpartition("$.")[2].rstrip("`")
-        why = explained(str(problem), values)
-        message = f"The option {name} of the {backend} backend cannot be {values[name]!r}: {why}"
-        raise Unsupported(message, name) from problem
+        fault = fault_of(str(problem), kind)
+        option = f"The option {fault.place} of the {backend} backend"
+        message = fault.sentence(option, values[fault.place])
+        raise Unsupported(message, fault.place) from problem
 
 
 class BackendInfo(msgspec.Struct, frozen=True):

@@ -12,11 +12,10 @@ step_tokens is max_num_batched_tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import msgspec
 
-from crossover.serving.option_help import ENGINE, Count, Positive, option
+from crossover.serving.option_help import Count, Positive
 
 AUTO = "auto"  # the KV cache has the type that the backend holds by itself
 MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more
@@ -55,59 +54,13 @@ DEFAULT_SETTINGS: Mapping[str, SchedulerSettings] = {
 class RequestedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler settings as far as the user set them. None: not set."""
 
-    slots: Annotated[
-        Count | None,
-        option(
-            ENGINE,
-            "Maximum sequences that run at the same time. Default: 16 on a CPU; on a GPU as many "
-            "as its memory has room for, at most 256.",
-        ),
-    ] = None
-    context_tokens: Annotated[
-        Count | None,
-        option(
-            ENGINE,
-            "Maximum tokens of one sequence, prompt and answer. Default: the model's own limit, "
-            "or less if memory is short.",
-            "context",
-        ),
-    ] = None
-    kv_tokens: Annotated[
-        Count | None,
-        option(ENGINE, "Tokens in the KV cache of all slots together. Default: slots x context."),
-    ] = None
-    kv_dtype: Annotated[
-        str | None,
-        option(
-            ENGINE,
-            "Data type of the KV cache: fp32, fp16, bf16, q8_0 or q4_0. Default: the engine's own.",
-        ),
-    ] = None
-    prefill_tokens: Annotated[
-        Count | None,
-        option(
-            ENGINE,
-            "Maximum prompt tokens processed per step while other requests decode. Default: 256 "
-            "on a CPU, 2048 on a GPU.",
-        ),
-    ] = None
-    step_tokens: Annotated[
-        Count | None,
-        option(
-            ENGINE,
-            "Maximum tokens processed per step. Default: 512 on a CPU, 2048 on a GPU, and at "
-            "least 2 x slots.",
-        ),
-    ] = None
-    step_seconds_target: Annotated[
-        Positive | None,
-        option(
-            ENGINE,
-            "Target seconds of a step that processes prompts while other requests decode. "
-            "Default: 0.3.",
-            "step-seconds",
-        ),
-    ] = None
+    slots: Count | None = None
+    context_tokens: Count | None = None
+    kv_tokens: Count | None = None
+    kv_dtype: str | None = None
+    prefill_tokens: Count | None = None
+    step_tokens: Count | None = None
+    step_seconds_target: Positive | None = None
 
     @property
     def scheduler(self) -> RequestedSettings:

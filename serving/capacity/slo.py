@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from crossover.serving.faults import fault_of
 from crossover.serving.option_help import Positive, Share
-from crossover.serving.toml_files import key
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -51,20 +51,18 @@ class Times(Protocol):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits that an SLO may have. None: no limit of that kind."""
 
-    ttft_seconds: Annotated[
-        Positive | None, key("Limit of the time to first token, in seconds.")
-    ] = None
-    tpot_seconds: Annotated[
-        Positive | None,
-        key("Limit of the time per output token, over reasoning and answer alike, in seconds."),
-    ] = None
-    ttfa_seconds: Annotated[
-        Positive | None,
-        key("Limit of the time to the first token of the answer, behind all reasoning."),
-    ] = None
-    e2e_seconds: Annotated[
-        Positive | None, key("Limit of the time to the end of the answer, in seconds.")
-    ] = None
+    ttft_seconds: Positive | None = None
+    tpot_seconds: Positive | None = None
+    ttfa_seconds: Positive | None = None
+    e2e_seconds: Positive | None = None
+
+    @classmethod
+    def field_texts(cls) -> dict[str, str]:
+        """Return what files say of these keys."""
+        return {
+            f"{name}_seconds": f"Limit of the {limited.title}, in seconds."
+            for name, limited in LIMITED_TIMES.items()
+        }
 
 
 class LimitedTime(NamedTuple):
@@ -179,7 +177,9 @@ def parse_slo(text: str) -> Slo:
     try:
         return msgspec.convert({"name": "own", **values}, Slo)
     except msgspec.ValidationError as problem:
-        raise ValueError(f"{text!r}: {problem}") from None
+        fault = fault_of(str(problem), Slo)
+        name = fault.place.removesuffix("_seconds")
+        raise ValueError(f"{text!r}: {fault.sentence(name, values[fault.place])}") from None
 
 
 SLO_PRESETS: dict[str, Slo] = {

@@ -12,7 +12,8 @@ import msgspec
 import typer
 
 from crossover.serving.errors import ServingError
-from crossover.serving.option_help import about, converted, flags_of, unbounded
+from crossover.serving.faults import converted
+from crossover.serving.option_help import About, flags_of, texts_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -20,40 +21,41 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
     It calls `run` with the struct; the exit status is what `run` returns.
     """
-    fields = msgspec.structs.fields(kind)
-    dict_fields = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    dict_fields = [name for name in fields if get_origin(unbounded(fields[name].type)) is dict]
     flags = flags_of(kind)
 
     def command(**values: Any) -> None:
         for name in dict_fields:
             values[name] = parse_options(values[name] or (), flags[name])
         set_values = {name: value for name, value in values.items() if value is not None}
-        options = converted(set_values, kind, "", flags.__getitem__)
+        options = converted(set_values, kind, ServingError, name_of=flags.__getitem__)
         raise typer.Exit(run(options) or 0)
 
-    parameters = [_parameter_of(field, flags[field.name]) for field in fields]
+    parameters = [
+        _parameter_of(fields[name], flags[name], about) for name, about in texts_of(kind).items()
+    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = _literal(run.__doc__ or "")
     return command
 
 
-def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
+def _parameter_of(field: msgspec.structs.FieldInfo, flag: str, about: About) -> inspect.Parameter:
     """Return the parameter from which typer makes the option, or argument, of this field."""
-    option_help = about(field)
     value_type = unbounded(field.type)
     is_required = field.default is msgspec.NODEFAULT
     default: Any = inspect.Parameter.empty if is_required else field.default
     if get_origin(value_type) in (dict, tuple):  # given several times, each time as text
         value_type, default = list[str] | None, None
     help_arguments: dict[str, Any] = {
-        "help": _literal(option_help.text),
-        "metavar": option_help.metavar or None,
+        "help": _literal(about.text),
+        "metavar": about.metavar or None,
     }
-    if option_help.is_argument:
+    if about.is_argument:
         info: Any = typer.Argument(**help_arguments)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
-        info = typer.Option(flags, rich_help_panel=option_help.panel or None, **help_arguments)
+        info = typer.Option(flags, rich_help_panel=about.panel or None, **help_arguments)
     annotation = Annotated[value_type, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation

@@ -43,9 +43,9 @@ from crossover.serving.capacity.scheduler_settings import (
     SchedulerSettings,
 )
 from crossover.serving.errors import Cause, ServingError, Unsupported
+from crossover.serving.faults import check
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
-from crossover.serving.option_help import check
 from crossover.serving.server_options import Policy
 
 USABLE_SHARE = 0.95  # share of the free memory that a placement may use

@@ -44,7 +44,7 @@ class Gamma(_Process, frozen=True, tag="gamma"):
     """A renewal process in equilibrium, with gamma-distributed gaps. Their coefficient of variation
     is `cv`: 1 is a Poisson process, and larger values give bursts."""
 
-    cv: Annotated[float, Meta(gt=0, description="Coefficient of variation; 1: Poisson.")] = 2.0
+    cv: Annotated[float, Meta(gt=0)] = 2.0
 
 
 class Trace(_Process, frozen=True, tag="trace"):
@@ -54,7 +54,7 @@ class Trace(_Process, frozen=True, tag="trace"):
     Coarse timestamps (every 3 s in the Mooncake trace) are spread randomly over their interval.
     """
 
-    path: Annotated[str, Meta(description="File with the recorded timestamps.")]
+    path: str
 
 
 Arrivals = Constant | Poisson | Gamma | Trace

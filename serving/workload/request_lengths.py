@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from crossover.serving.toml_files import key
 from crossover.serving.workload.arrivals import Arrivals, Trace, generator
 from crossover.serving.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
 
@@ -125,50 +124,19 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The lengths of requests and conversations. Exactly one source of lengths is set (see the
     module's description)."""
 
-    preset: Annotated[
-        str | None,
-        key(
-            "Preset of lengths: chat, code, sharegpt or summarise (from a shipped trace), or "
-            "conversation, reasoning or agent (from a public catalog), or mooncake (conversations "
-            "of a public trace)."
-        ),
-    ] = None
-    prompt_tokens: Annotated[Tokens | None, key("Length of every prompt; needs output_tokens.")] = (
-        None
-    )
-    output_tokens: Annotated[Tokens | None, key("Length of every answer; needs prompt_tokens.")] = (
-        None
-    )
-    file: Annotated[str | None, key("File with rows of lengths, drawn in random order.")] = None
-    replay: Annotated[
-        str | None, key('File of this kind, read row by row; needs arrivals of kind "trace".')
-    ] = None
-    scale: Annotated[
-        float,
-        Meta(gt=0, description="Factor for all lengths; unlike a maximum, it keeps their shape."),
-    ] = 1.0
-    max_prompt_tokens: Annotated[Tokens | None, key("Maximum tokens of a prompt.")] = None
-    max_output_tokens: Annotated[Tokens | None, key("Maximum tokens of an answer.")] = None
-    shared_prefix_tokens: Annotated[
-        int,
-        Meta(ge=0, description="Tokens of a prefix that all prompts share, as a system prompt."),
-    ] = 0
-    turns: Annotated[
-        Spread | Turns | None,
-        key("Turns of a conversation: a number, or mean, sd, min, max and kind."),
-    ] = None
-    think_seconds: Annotated[
-        Spread | Seconds | None,
-        key("Seconds between an answer's end and the next turn. Default: 45 on average."),
-    ] = None
-    turn_tokens: Annotated[
-        Spread | Tokens | None,
-        key("Prompt tokens that each later turn adds. Default: 50 on average."),
-    ] = None
-    context_tokens: Annotated[
-        Tokens | None,
-        key("Maximum tokens of a conversation; older turns are dropped. Default: no maximum."),
-    ] = None
+    preset: str | None = None
+    prompt_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    file: str | None = None
+    replay: str | None = None
+    scale: Annotated[float, Meta(gt=0)] = 1.0
+    max_prompt_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
+    shared_prefix_tokens: Annotated[int, Meta(ge=0)] = 0
+    turns: Spread | Turns | None = None
+    think_seconds: Spread | Seconds | None = None
+    turn_tokens: Spread | Tokens | None = None
+    context_tokens: Tokens | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt_tokens is None) != (self.output_tokens is None):

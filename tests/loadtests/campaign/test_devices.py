@@ -129,11 +129,7 @@ def test_a_machine_without_a_gpu_measures_as_before() -> None:
         ('devices = ["gpu"]\nformats = ["Q4_0"]', None, r"formats = Q4_0. .* torch \(bf16, fp16"),
         ('devices = ["tpu"]', None, r"devices\[0\] must be one of 'cpu', 'gpu', got 'tpu'"),
         ('devices = ["gpu", "gpu"]', None, "devices names a device twice"),
-        (
-            'server.policy = "gpu-only"',
-            None,
-            r"policy = .* top-level key devices",
-        ),
+        ('server.policy = "gpu-only"', None, "server.policy is not a known key"),
         (
             'devices = ["gpu"]\nbackends = []\n[[engines]]\nname = "v"\ncommand = "v {port}"',
             None,

@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 
 from crossover.serving.backends.backend_table import (
+    BACKENDS,
+    MIB,
+    BackendSpec,
+    Overhead,
     backend_for,
     format_of,
     missing_backends,
@@ -23,6 +27,7 @@ from crossover.serving.backends.backend_table import (
     weights_of,
 )
 from crossover.serving.errors import BackendUnavailable, Unsupported
+from tests.made_docs import MADE
 
 ROOT = Path(__file__).parents[3]
 FOLDER, NAME = "serving/backends/echo/backend.py", "echo"
@@ -91,6 +96,16 @@ def test_a_backend_is_one_folder_and_one_row(copy: Path) -> None:
     assert NAME in json.dumps(placement)
 
 
+def test_lists_of_engines_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/adding-a-backend.md").read_text()
+    _, row = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = {"BackendSpec": BackendSpec, "Overhead": Overhead, "MIB": MIB}
+    for name, spec in eval(f"{{{row}}}", names).items():
+        monkeypatch.setitem(BACKENDS, name, spec)
+    for file in ("serving/options.toml", "loadtests/options.toml"):
+        assert f'backends = "llama_cpp, onnx, torch, {NAME}"' in MADE[file]["lists"]()
+
+
 def test_a_class_of_another_package_needs_no_row() -> None:
     spec = spec_of("package.module:Class")
     assert spec.devices == ("cpu", "gpu") and spec.cls == "package.module:Class"
@@ -119,5 +134,5 @@ def test_the_backend_decides_the_kind_of_file() -> None:
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crossover.serving.backends.backend_table.find_spec", lambda name: None)
     missing = missing_backends()
-    assert set(missing) == {"llama_cpp", "onnx", "torch"}
+    assert set(missing) == {name for name, spec in BACKENDS.items() if spec.package}
     assert "llm-crossover[llama-cpp]" in missing["llama_cpp"]

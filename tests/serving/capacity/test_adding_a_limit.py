@@ -17,7 +17,7 @@ SLO, LEVEL, SIMULATED = (
 )
 # The file of each block of the guide, and the line above which it goes.
 PLACES = (
-    (SLO, "\n\nclass LimitedTime("),
+    (SLO, "\n    @classmethod\n    def field_texts("),
     (SLO, "\n\nclass Limits("),
     (SLO, "}\n_TITLES"),
     (LEVEL, "    @cached_property\n    def itl("),

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.hardware.cpu_topology import SHARED_NICE
 from tests.serving.fakes import Answer, ask, complete, scraped, wait_until
 
@@ -317,7 +318,7 @@ def test_doctor_looks_at_this_machine_and_makes_no_folder(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert f"{os.cpu_count()} logical" in done.stdout and f" {cache} (" in done.stdout
     backends = re.findall(r"^  (\w+) +CPU (?:yes|no), GPU", done.stdout, re.MULTILINE)
-    assert backends == ["llama_cpp", "onnx", "torch"]
+    assert backends == [name for name, spec in BACKENDS.items() if spec.probe]
     assert not (tmp_path / "not-there-yet").exists()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,22 @@ def test_each_engine_gets_its_own_options() -> None:
 @pytest.mark.parametrize("name", [name for name, one in BACKENDS.items() if one.options])
 def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     spec: BackendSpec = BACKENDS[name]
-    kinds = {
-        "llama_cpp": "llama_cpp.loading:LlamaOptions",
-        "onnx": "onnx.backend:OnnxOptions",
-        "torch": "torch.backend:TorchOptions",
+    folder = importlib.import_module(spec.cls.rpartition(".")[0])
+    modules = [
+        importlib.import_module(f"{folder.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(folder.__path__)
+    ]
+    (options,) = {
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and kind.__module__ == module.__name__
+        and kind.__name__.endswith("Options")
     }
-    module, _, kind = kinds[name].partition(":")
-    struct = getattr(importlib.import_module(f"crossover.serving.backends.{module}"), kind)
     assert spec.options is not None
-    assert set(spec.options) == set(struct.__struct_fields__)
+    assert set(spec.options) == set(options.__struct_fields__)
 
 
 def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) -> None:

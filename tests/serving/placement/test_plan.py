@@ -8,6 +8,7 @@ import pytest
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import ModelSpec
+from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
@@ -237,7 +238,7 @@ def test_a_backend_that_cannot_use_the_gpu_gives_way_to_one_that_can() -> None:
 
 
 def test_a_missing_package_is_a_cause_on_either_device() -> None:
-    missing = {"torch": "not installed", "llama_cpp": "not installed"}
+    missing = {name: "not installed" for name in BACKENDS if name != "onnx"}
     placement = planned(SMALL, with_gpu(), missing=missing, backend="onnx")
     assert (placement.device, placement.backend) == ("cpu", "onnx")
     assert causes(placement) == [Cause.backend_missing]
