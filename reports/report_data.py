@@ -23,7 +23,7 @@ import numpy.typing as npt
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.calibration_bursts import request_seconds
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
-from crossover.loadtests.capacity.capacity_text import common_rate
+from crossover.loadtests.capacity.capacity_text import common_rate, limit
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
 from crossover.loadtests.levels.level_warnings import NamedWarning, level_warnings
@@ -205,6 +205,16 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if capacity.method == "step_times" and not capacity.is_confirmed:
             return 0.0  # by the step-time model single requests miss the SLO
         return self.confirmed_rate
+
+    @property
+    def confirmed_words(self) -> str:
+        """The confirmed rate: `23/s`."""
+        return formatting.rate(self.confirmed_rate, rounded="down", like=self.unit_rate)
+
+    @property
+    def estimated_words(self) -> str:
+        """The estimated capacity with its interval: `31/s (27–36)`."""
+        return limit(self.capacity, self.unit_rate)
 
     @property
     def capacity_interval(self) -> RateInterval | None:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.models import formatting
+from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,

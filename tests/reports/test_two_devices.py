@@ -27,9 +27,9 @@ from crossover.loadtests.records.run_folder import EVENTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
 from crossover.reports.answers.answer_table import answer_row, columns_of, side_heads
+from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
-from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
 from crossover.reports.devices.device_capacity import (
     EXPECTED_STEPS,
