@@ -79,29 +79,22 @@ def _text(column: Column[Row], row: Row) -> str:
     return value if isinstance(value, str) else FORMATS[column.kind](value)
 
 
-def terminal_table(table: Table, *, title: str = "", no_wrap: bool = False) -> rich.table.Table:
-    """Return the table as rich prints it. Where a terminal is narrow, cells wrap, or are cut if
-    `no_wrap`."""
+def terminal_table(table: Table) -> rich.table.Table:
+    """Return the table as rich prints it: cells wrap where a terminal is narrow."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    drawn = RichTable(
-        title=title or None,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, len(GAP), 0, 0),
-    )
+    drawn = RichTable(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0))
     for index, head in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if index in table.numeric else "left"
-        drawn.add_column(Text(head), justify=justify, no_wrap=no_wrap)
+        drawn.add_column(Text(head), justify=justify)
     for cells in table.rows:
         drawn.add_row(*(Text(cell, style=MARKS.get(cell, "")) for cell in cells))
     return drawn
 
 
 def lines_of(table: Table) -> list[str]:
-    """Return the table as lines, as wide as their texts."""
+    """Return the table as lines, which are as wide as their texts on any terminal."""
     lines: Sequence[tuple[str, ...]] = (table.columns, *table.rows)
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     return [
