@@ -43,7 +43,7 @@ from crossover.loadtests.records.journal_events import (
     device_of,
     of_kind,
 )
-from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.resource_sample import Power, ResourceSample, power_of
 from crossover.loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from crossover.models import formatting
 from crossover.models.identity.identify_model import ModelIdentity
@@ -52,7 +52,6 @@ from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun
-from crossover.reports.watts import Power, power_of
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, drawn_lengths

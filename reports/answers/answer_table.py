@@ -16,9 +16,8 @@ import numpy as np
 from crossover.loadtests.capacity import capacity_text
 from crossover.models import formatting
 from crossover.reports.answers.binding_limits import binding_of
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.binding_limit import sentence_of

@@ -11,9 +11,8 @@ import vl_convert
 
 from crossover.reports.answers.answer_table import Column, ColumnName
 from crossover.reports.answers.first_screen import FirstScreen, first_screen_of
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import whole_machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,

@@ -19,9 +19,8 @@ from crossover.reports.answers.energy_and_cost import (
     takeover_dollars_per_million_tokens,
     takeover_joules,
 )
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.report_data import GPU, SIDE_NAMES, CellData, ReportData
 from crossover.reports.sections.section import DEVICE, MODEL, Section

@@ -9,8 +9,7 @@ from crossover.models import formatting
 from crossover.models.tables import Column, table_of
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT
-from crossover.reports.answers.grades import Grade
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.report_data import CellData, ReportData
 from crossover.reports.sections.section import DEVICE, MODEL, Section

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from crossover.models.tables import Column, Table
-from crossover.reports.answers.grades import Grade
+from crossover.reports.answers.model_answers import Grade
 from crossover.reports.report_data import CellData, LevelData
 
 
