@@ -19,7 +19,7 @@ from crossover.models import formatting
 from crossover.models.errors import printable
 from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.capacity.slo import LIMITS
-from crossover.serving.workload.request_lengths import in_words
+from crossover.serving.workload.request_lengths import lengths_in_words
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
@@ -93,7 +93,7 @@ def _requirements(campaign: Campaign) -> str:
     ]
     return (
         f"SLO {slo.name}: {', '.join(limits) or 'no limits'} for {100 * slo.target:.4g} % of "
-        f"requests; {in_words(campaign.workload)}"
+        f"requests; {lengths_in_words(campaign.workload)}"
     )
 
 
