@@ -171,8 +171,20 @@ def share(value: float | None, digits: int = 3) -> str:
     return ">99.9 %" if text == "100" else f"{text} %"
 
 
+def difference(value: float | None, reference: float | None, decimals: int = 0) -> str | None:
+    """Return how far a value is above another: `+6 %`; None: one of them is not known or 0."""
+    if not value or not reference:
+        return None
+    percent = f"{value / reference - 1:+.{decimals}%}"
+    return percent.replace("%", " %").replace("-", "\N{MINUS SIGN}")
+
+
 def count(value: int | None) -> str:
     return NOT_MEASURED if value is None else f"{value:,}"
+
+
+def tokens_per_second(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{significant(value)} tokens/s"
 
 
 def parameters(value: int | None) -> str:

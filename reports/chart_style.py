@@ -2,6 +2,7 @@
 
     chart = layered([line, dots], height=260)          # Vega-Lite
     svg(chart, 420)                                    # text of an SVG
+    svg_of("map.svg", width=860, ...)                  # text of an SVG that is a template
 
 Importing this module raises MissingPackage if altair or vl-convert is not installed.
 
@@ -13,7 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
+
+import jinja2
 
 from crossover.models import formatting
 from crossover.reports.errors import MissingPackage
@@ -104,6 +109,7 @@ _SECONDS_LABEL = (
     "format(datum.value, '~r') + ' s'"
 )
 
+_ASSETS = resources.files("crossover.reports").joinpath("render", "assets")
 _SHORT_UNITS = {"/s": "/s", " a minute": "/min", " an hour": "/h"}
 
 
@@ -207,6 +213,23 @@ def rate_line(rate: float, text: str, x: alt.X) -> list[Layer]:
 def svg(chart: Spec, width: int) -> str:
     """Return the chart as the text of an SVG, `width` pixels wide."""
     return str(vl_convert.vegalite_to_svg(chart | {"width": width}))
+
+
+def svg_of(template: str, **values: object) -> str:
+    """Return the text of an SVG: a Jinja template of reports/render/assets, filled with `values`
+    and the colors of this module."""
+    return _svg_template(template).render(**values)
+
+
+@cache
+def _svg_template(name: str) -> jinja2.Template:
+    """Return a template whose lines are joined: what indents them is not part of the SVG."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["px"] = "{:.1f}".format
+    colors = {"INK": INK, "MUTED": MUTED, "LINE": LINE, "PAPER": PAPER, "GPU": GPU}
+    environment.globals |= {**colors, "PREDICTED": PREDICTED}
+    lines = _ASSETS.joinpath(name).read_text("utf-8").splitlines()
+    return environment.from_string("".join(map(str.strip, lines)))
 
 
 def dark_rules() -> str:

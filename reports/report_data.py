@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
-from crossover.loadtests.capacity.capacity_text import common_rate
+from crossover.loadtests.capacity.capacity_text import common_rate, limit
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
 from crossover.loadtests.levels.level_warnings import NamedWarning, level_warnings
@@ -42,7 +42,7 @@ from crossover.loadtests.records.journal_events import (
     device_of,
     of_kind,
 )
-from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.resource_sample import Power, ResourceSample, power_of
 from crossover.loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from crossover.models import formatting
 from crossover.models.identity.identify_model import ModelIdentity
@@ -51,7 +51,6 @@ from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun
-from crossover.reports.watts import Power, power_of
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     QUICK_REQUESTS,
@@ -207,6 +206,16 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if capacity.method == "step_times" and not capacity.is_confirmed:
             return 0.0  # by the step-time model single requests miss the SLO
         return self.confirmed_rate
+
+    @property
+    def confirmed_words(self) -> str:
+        """The confirmed rate: `23/s`."""
+        return formatting.rate(self.confirmed_rate, rounded="down", like=self.unit_rate)
+
+    @property
+    def estimated_words(self) -> str:
+        """The estimated capacity with its interval: `31/s (27–36)`."""
+        return limit(self.capacity, self.unit_rate)
 
     @property
     def capacity_interval(self) -> RateInterval | None:

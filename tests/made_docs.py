@@ -7,6 +7,7 @@ options.toml are made too, so that a help page needs no import of the tables tha
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render.plan_text import as_text
+from crossover.reports.sections.all_sections import SECTIONS
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.capacity.slo import LIMITS_HELP, SLO_PRESETS
 from crossover.serving.option_help import texts_in
@@ -32,7 +34,7 @@ from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
 
 ROOT = Path(__file__).parent.parent
-SUFFIXES = (".py", ".js", ".html", ".toml", ".css")
+SUFFIXES = (".py", ".js", ".html", ".toml", ".css", ".svg")
 DOCTYPE = re.compile(r"<!DOCTYPE html>\s*", re.IGNORECASE)
 COMMENT_START = re.compile(r"(?://|#|/\*|<!--|\{#)\s*")
 COMMENT_END = re.compile(r"\s*(?:\*/|-->|-?#\}).*$")
@@ -99,6 +101,15 @@ def quantities() -> list[str]:
     """What a condition of `report --check` may ask for."""
     rows = [f"| `{name}` | {quantity.description} |" for name, quantity in QUANTITIES.items()]
     return ["| quantity | what it is |", "|---|---|", *rows]
+
+
+def topics() -> list[str]:
+    """The topics of the report's page, one for each file that has some of them."""
+    files = dict.fromkeys(Path(inspect.getfile(make)) for make in SECTIONS)
+    lines = []
+    for path in files:
+        lines += textwrap.wrap(f"- {first_sentence(path)}.", TEXT_WIDTH, subsequent_indent="  ")
+    return lines
 
 
 def plan_output(name: str) -> str:
@@ -185,7 +196,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
     "docs/models.md": {"families": families, "shapes": shapes},
-    "docs/report.md": {"quantities": quantities},
+    "docs/report.md": {"topics": topics, "quantities": quantities},
 }
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {

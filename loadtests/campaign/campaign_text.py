@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from crossover.loadtests.campaign.campaign_file import Campaign
 from crossover.loadtests.campaign.cell_runner import capacity_of
@@ -18,7 +17,8 @@ from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.errors import printable
-from crossover.serving.workload.request_lengths import in_words
+from crossover.models.tables import Column, table_of, terminal_table
+from crossover.serving.workload.request_lengths import lengths_in_words
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
@@ -40,37 +40,41 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     )
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
-    table = Table(
-        "model",
-        "single request (TTFT, TPOT)",
-        "confirmed",
-        "estimated capacity",
-        "grade",
-        box=None,
-        pad_edge=False,
-    )
-    confirm_seconds = 0.0
-    skipped: list[str] = []  # too long for the table: how to install an engine
     records = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
-    capacities = [_capacity_of(record) for record in records]
-    unit_rate = capacity_text.common_rate(capacities)
-    for record, capacity in zip(records, capacities, strict=True):
-        if levels:
-            _show_cell(record, capacity, unit_rate, console)
-        if capacity is None:
-            reason = getattr(record.ended, "reason", "")
-            columns = ["-", "-", "skipped" if reason else "not measured"]
-            if reason:
-                skipped.append(printable(f"{record.key} was skipped: {reason}"))
-        else:
-            columns = _capacity_columns(capacity, unit_rate)
-            if not capacity.is_confirmed:
-                confirm_seconds += capacity.confirm_seconds or 0.0
-        table.add_row(record.key, _single_stream_medians(record), *columns)
+    capacities = {record.key: _capacity_of(record) for record in records}
+    unit_rate = capacity_text.common_rate(capacities.values())
+    if levels:
+        for record in records:
+            _show_cell(record, capacities[record.key], unit_rate, console)
     console.print(f"\n{_requirements(campaign)}", style="bold")
-    console.print(table)
-    for line in skipped:
-        console.print(line)
+    table = table_of(
+        records,
+        Column("model", "text", lambda record: record.key),
+        Column("single request (TTFT, TPOT)", "text", _single_stream_medians, missing="-"),
+        Column(
+            "confirmed",
+            "text",
+            lambda record: _confirmed_words(capacities[record.key], unit_rate),
+            missing="-",
+        ),
+        Column(
+            "estimated capacity",
+            "text",
+            lambda record: _estimated_words(capacities[record.key], unit_rate),
+            missing="-",
+        ),
+        Column("grade", "text", lambda record: _grade_words(record, capacities[record.key])),
+    )
+    console.print(terminal_table(table))
+    for record in records:
+        if capacities[record.key] is None and (reason := _skip_reason(record)):
+            # Too long for the table: it says how to install an engine.
+            console.print(printable(f"{record.key} was skipped: {reason}"))
+    confirm_seconds = sum(
+        capacity.confirm_seconds or 0.0
+        for capacity in capacities.values()
+        if capacity is not None and not capacity.is_confirmed
+    )
     if confirm_seconds:
         console.print(
             f"To confirm the estimates, which takes about {formatting.duration(confirm_seconds)}: "
@@ -84,7 +88,7 @@ def _requirements(campaign: Campaign) -> str:
     limits = [f"{name.upper()} {formatting.limit(limit)}" for name, limit in slo.limits.items()]
     return (
         f"SLO {slo.name}: {', '.join(limits) or 'no limits'} for {100 * slo.target:.4g} % of "
-        f"requests; {in_words(campaign.workload)}"
+        f"requests; {lengths_in_words(campaign.workload)}"
     )
 
 
@@ -95,26 +99,44 @@ def _capacity_of(record: CellRecord) -> journal.Capacity | None:
     return capacity_of(record) if record.counted_levels else None
 
 
-def _capacity_columns(capacity: journal.Capacity, unit_rate: float | None) -> list[str]:
-    """Return confirmed rate, estimated capacity and grade, for the table."""
+def _skip_reason(record: CellRecord) -> str:
+    """Return why a cell was skipped; "": it was not."""
+    return record.ended.reason if isinstance(record.ended, journal.CellSkipped) else ""
+
+
+def _confirmed_words(capacity: journal.Capacity | None, unit_rate: float | None) -> str | None:
+    if capacity is not None and capacity.state == "misses_slo_unloaded":
+        return capacity_text.state_words(capacity)
+    if capacity is None or not capacity.is_confirmed:
+        return None
+    return formatting.rate(capacity.confirmed_rate, rounded="down", like=unit_rate)
+
+
+def _estimated_words(capacity: journal.Capacity | None, unit_rate: float | None) -> str | None:
+    """Return the estimated capacity; where it is "none", with the reason."""
+    if capacity is None:
+        return None
     estimate = capacity_text.limit(capacity, unit_rate)
+    if estimate != capacity_text.NO_CAPACITY or capacity.is_confirmed or not capacity.reason:
+        return estimate
+    return f"{estimate}: {capacity.reason}"
+
+
+def _grade_words(record: CellRecord, capacity: journal.Capacity | None) -> str:
+    if capacity is None:
+        return "skipped" if _skip_reason(record) else "not measured"
     if capacity.state == "misses_slo_unloaded":
-        grade = "confirmed" if capacity.starts > 1 else ""
-        return [capacity_text.state_words(capacity), estimate, grade]
+        return "confirmed" if capacity.starts > 1 else ""
     if capacity.is_confirmed:
-        confirmed = formatting.rate(capacity.confirmed_rate, rounded="down", like=unit_rate)
-        return [confirmed, estimate, "confirmed"]
-    if capacity.method != "step_times":
-        return ["-", estimate, capacity.reason]
-    why = f": {capacity.reason}" if capacity.reason and not capacity.estimated_rate else ""
-    return ["-", estimate + why, "estimated"]
+        return "confirmed"
+    return "estimated" if capacity.method == "step_times" else capacity.reason
 
 
-def _single_stream_medians(record: CellRecord) -> str:
+def _single_stream_medians(record: CellRecord) -> str | None:
     """Return median TTFT and TPOT of the last single-stream level that counts."""
     levels = [level for level in record.counted_levels if level.is_single_stream and level.counts]
     if not levels:
-        return "-"
+        return None
     ttft = levels[-1].quantile(levels[-1].ttft, 0.5)
     tpot = levels[-1].quantile(levels[-1].tpot, 0.5)
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"

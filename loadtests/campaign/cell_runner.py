@@ -40,7 +40,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
 )
 from crossover.loadtests.capacity.sharper_slo import advice
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from crossover.loadtests.levels.disturbance import in_words
+from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.models import formatting
@@ -263,7 +263,7 @@ class CellRun:
             if not disturbance or not disturbance.is_set_aside:
                 return level
             say(f"  {level_text(level, self.slo)}", style="yellow")
-            cause = in_words(disturbance)
+            cause = disturbance_in_words(disturbance)
             if not may_wait:
                 state.record(journal.NeverQuiet(cell=state.key, reason=cause))
                 say(f"  the machine was never idle: {cause}; measuring nothing more", "yellow")

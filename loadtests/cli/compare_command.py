@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from crossover.loadtests.errors import LoadError
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.cli.command_of_options import command_of
 
 if TYPE_CHECKING:
-    from crossover.loadtests.comparison.compare_runs import Comparison
+    from crossover.loadtests.comparison.compare_runs import Comparison, Row
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,36 +61,25 @@ def show_comparison(result: Comparison, console: Console) -> None:
     console.print(f"second against first: {words}", style="bold", markup=False)
     for note in result.notes:
         console.print(note, style="dim", markup=False)
-    table = Table(
-        "cell",
-        "load",
-        "metric",
-        "runs",
-        "first",
-        "second",
-        "difference",
-        "95 % interval",
-        "verdict",
-        box=None,
-        pad_edge=False,
+    table = table_of(
+        result.rows,
+        Column("cell", "text", lambda row: row.cell),
+        Column("load", "text", lambda row: row.load or "-"),
+        Column("metric", "text", lambda row: row.metric),
+        Column("runs", "text", lambda row: f"{row.runs[0]}+{row.runs[1]}"),
+        Column("first", "number", lambda row: _value(row.metric, row.first)),
+        Column("second", "number", lambda row: _value(row.metric, row.second)),
+        Column("difference", "number", lambda row: f"{row.ratio - 1:+.1%}"),
+        Column("95 % interval", "text", _interval_words, missing="-"),
+        Column("verdict", "text", lambda row: row.verdict),
     )
-    for row in result.rows:
-        interval = "-"
-        if row.low is not None and row.high is not None:
-            interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
-        first_runs, second_runs = row.runs
-        table.add_row(
-            row.cell,
-            row.load or "-",
-            row.metric,
-            f"{first_runs}+{second_runs}",
-            _value(row.metric, row.first),
-            _value(row.metric, row.second),
-            f"{row.ratio - 1:+.1%}",
-            interval,
-            row.verdict,
-        )
-    console.print(table)
+    console.print(terminal_table(table))
+
+
+def _interval_words(row: Row) -> str | None:
+    if row.low is None or row.high is None:
+        return None
+    return f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
 
 
 def _value(metric: str, value: float) -> str:

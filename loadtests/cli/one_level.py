@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from rich.table import Table
 
 from crossover.loadtests.campaign.progress import Progress, console_of
 from crossover.loadtests.levels.level_columns import Level, LevelRows
@@ -18,6 +17,7 @@ from crossover.loadtests.load_generator.openai_endpoint import probe
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
 
@@ -74,17 +74,21 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())
         console.print(f"failed: {failed}", style="red")
-    statistics = ["mean", *(name for name, _ in PERCENTILES)]  # fields of Distribution
-    table = Table("", *statistics, box=None, pad_edge=False)
-    for title, values in (
-        *((name.upper(), getattr(level, name)[counted]) for name in LIMITED_TIMES),
-        ("ITL", level.itl),
-        ("send delay", level.send_delay[counted]),
-    ):
-        times = distribution(values)
-        cells = [formatting.seconds(getattr(times, name), 3, "-") for name in statistics]
-        table.add_row(title, *cells)
-    console.print(table)
+    distributions = {
+        **{name.upper(): distribution(getattr(level, name)[counted]) for name in LIMITED_TIMES},
+        "ITL": distribution(level.itl),
+        "send delay": distribution(level.send_delay[counted]),
+    }
+
+    def statistic(name: str) -> Column[str]:
+        def text(metric: str) -> str:
+            return formatting.seconds(getattr(distributions[metric], name), 3, "-")
+
+        return Column(name, "number", text)
+
+    statistics = ("mean", *(name for name, _ in PERCENTILES))  # fields of Distribution
+    table = table_of(distributions, Column("", "text", str), *map(statistic, statistics))
+    console.print(terminal_table(table))
     if (tokens := level.output_tokens_per_second) is not None:
         in_flight = level.mean_in_flight(*level.window)
         console.print(f"{tokens:.1f} output tokens/s; {in_flight:.1f} requests in flight")

@@ -30,21 +30,36 @@ def selftest() -> None:
 def show_selftest(rows: Sequence[Row]) -> None:
     """Print a line for each check."""
     from rich.console import Console
-    from rich.table import Table
+
+    from crossover.models.tables import Column, table_of, terminal_table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    table = Table("", "", "", "true", "measured", "allowed", box=None)
-    for row in rows:
-        mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
-        allowed = f"± {row.limit:.3g}" if row.limit else "equal"
-        allowed = f"at most {row.limit:.3g}" if row.truth is None else allowed
-        truth, measured = (
-            "-" if value is None else f"{value:.4g}" for value in (row.truth, row.measured)
-        )
-        measured += f" ({row.note})" if row.note else ""
-        table.add_row(mark, row.world, row.what, truth, measured, allowed)
-    console.print(table)
+    table = table_of(
+        rows,
+        Column("", "text", lambda row: "✓" if row.passed else "✗"),
+        Column("", "text", lambda row: row.world),
+        Column("", "text", lambda row: row.what),
+        Column("true", "text", _truth_words, missing="-"),
+        Column("measured", "text", _measured_words),
+        Column("allowed", "text", _allowed_words),
+    )
+    console.print(terminal_table(table))
     passed = sum(row.passed for row in rows)
     console.print(f"{passed} of {len(rows)} checks pass")
     if passed < len(rows):
         console.print("Other work on the machine delays requests. Repeat this on an idle machine.")
+
+
+def _truth_words(row: Row) -> str | None:
+    return None if row.truth is None else f"{row.truth:.4g}"
+
+
+def _measured_words(row: Row) -> str:
+    measured = "-" if row.measured is None else f"{row.measured:.4g}"
+    return f"{measured} ({row.note})" if row.note else measured
+
+
+def _allowed_words(row: Row) -> str:
+    if row.truth is None:
+        return f"at most {row.limit:.3g}"
+    return f"± {row.limit:.3g}" if row.limit else "equal"

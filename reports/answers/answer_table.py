@@ -16,9 +16,8 @@ import numpy as np
 from crossover.loadtests.capacity import capacity_text
 from crossover.models import formatting
 from crossover.reports.answers.binding_limits import binding_of
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.binding_limit import sentence_of
@@ -212,9 +211,8 @@ def _confirmed_cell(cell: CellData) -> TableCell:
         text = formatting.NOT_MEASURED if cell.state == "measured" else STATE_WORDS[cell.state]
         return TableCell(text=text, detail=cell.reason)
     if capacity.is_confirmed:
-        text = formatting.rate(capacity.confirmed_rate, rounded="down", like=cell.unit_rate)
         evidence = capacity_text.evidence_words(capacity)
-        return TableCell(text=text, grade="confirmed", detail=evidence)
+        return TableCell(text=cell.confirmed_words, grade="confirmed", detail=evidence)
     if capacity.state == "misses_slo_unloaded":
         return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
     details = [capacity.reason] if capacity.reason else []
@@ -226,8 +224,7 @@ def _confirmed_cell(cell: CellData) -> TableCell:
 
 def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
     """Return the estimated capacity with its interval."""
-    capacity = cell.capacity
-    text = capacity_text.limit(capacity, cell.unit_rate)
+    capacity, text = cell.capacity, cell.estimated_words
     if capacity is None or text in ("–", "not known"):
         return TableCell(text=text)
     if capacity.method != "step_times":

@@ -6,6 +6,10 @@
 rate is a little more than the CPU's estimated capacity. Where a model misses the SLO even unloaded,
 it is the smallest rate that anybody would ask for. A plan chooses by the same rule
 (plan_costs.py).
+
+    predicted_here(cell, data)              # what it predicts of the GPU that a run measured
+
+Beside the measurement this shows how far to trust the predictions of other GPUs.
 """
 
 from __future__ import annotations
@@ -93,6 +97,22 @@ def gpus_that_fit(spec: ModelSpec, traffic: Traffic, max_count: int) -> list[Ser
         if len(services) == max_count:
             break
     return services
+
+
+def predicted_here(cell: CellData | None, data: ReportData) -> DeviceCapacity | None:
+    """Return the prediction for a configuration that was measured on the machine's own GPU.
+
+    None where the GPU cannot be identified in the catalog with certainty, or the catalog cannot
+    predict the model, its weight format or its requests.
+    """
+    if cell is None or cell.side != GPU or cell.capacity is None or not cell.slots:
+        return None
+    if cell.spec is None or cell.traffic is None or data.gpu is None or data.gpu.device is None:
+        return None
+    machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
+    service = Service(machine, cell.spec, cell.weight_format, cell.traffic)
+    predicted = capacity_of(service, data.slo)
+    return predicted if predicted.rate else None
 
 
 def best_cells(data: ReportData) -> dict[str, dict[str, CellData]]:

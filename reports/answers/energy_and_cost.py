@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from crossover.models import formatting
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.report_data import GPU, CellData, LevelData, ReportData
 
 RATE_NAMES: dict[Grade, str] = {

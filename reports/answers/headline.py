@@ -152,14 +152,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _rate_in_words(cell: CellData) -> str:
     """Return `23 requests/s, confirmed`, or `about 1.6 requests/s (1.3–1.9), estimated`."""
-    capacity, unit_rate = cell.capacity, cell.unit_rate
-    if cell.confirmed_rate or capacity is None:
-        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=unit_rate)
-        return f"{formatting.of_requests(confirmed)}, confirmed"
-    estimate = formatting.rate_with_interval(
-        capacity.estimated_rate, capacity.low, capacity.high, unit_rate
-    )
-    return f"about {formatting.of_requests(estimate)}, estimated"
+    if cell.confirmed_rate:
+        return f"{formatting.of_requests(cell.confirmed_words)}, confirmed"
+    return f"about {formatting.of_requests(cell.estimated_words)}, estimated"
 
 
 def _short_rate(cell: CellData) -> str:
@@ -173,8 +168,7 @@ def _both_rates(cell: CellData) -> str:
     """Return `23/s confirmed, about 31/s estimated`."""
     rates = []
     if cell.confirmed_rate:
-        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=cell.unit_rate)
-        rates.append(f"{confirmed} confirmed")
+        rates.append(f"{cell.confirmed_words} confirmed")
     if cell.estimated_rate and cell.estimated_rate != cell.confirmed_rate:
         rates.append(f"about {formatting.rate(cell.estimated_rate, like=cell.unit_rate)} estimated")
     return ", ".join(rates)

@@ -7,12 +7,17 @@ over.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from crossover.reports.answers.cheapest_gpu import Takeover, best_cells, choose_takeover
 from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
 from crossover.serving.capacity.slo import Slo
+
+# What a figure rests on.
+Grade = Literal["confirmed", "estimated", "predicted", "measured", "published"]
 
 
 class ModelAnswer(msgspec.Struct, frozen=True, kw_only=True, eq=False):

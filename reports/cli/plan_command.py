@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import find_ladder_model
+from crossover.models.tables import Column, Table, lines_of, table_of
 from crossover.reports.errors import ReportError
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.toml_files import read_toml
 
 if TYPE_CHECKING:
+    from crossover.reports.devices.device_catalog import Device
     from crossover.reports.plan.plan_costs import Plan
 
 TEXT_COLUMNS = 110
@@ -62,11 +63,14 @@ def _plan(options: PlanOptions) -> None:
     if options.example:
         typer.echo(EXAMPLE, nl=False)
         return
+    if options.devices:
+        from crossover.reports.devices.device_catalog import user_file
+
+        typer.echo(f"Devices (add your own in {user_file()})")
+        typer.echo("\n".join(lines_of(_devices())))
+        return
     console = Console()
     width = console.width if console.is_terminal else TEXT_COLUMNS
-    if options.devices:
-        Console(width=max(width, 190)).print(_devices())
-        return
     folder = options.file.parent if options.file is not None else Path()
     with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
         progress.tick("reading runs and files")
@@ -136,25 +140,28 @@ def _write_chart(path: Path, cost_plan: Plan) -> None:
 
 def _devices() -> Table:
     """Return the table of all known devices, with the hourly price of one and the price's date."""
-    from crossover.reports.devices.device_catalog import devices, user_file
+    from crossover.reports.devices.device_catalog import devices
 
-    title = f"Devices (add your own in {user_file()})"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
-    for name in ("device", "kind", *numbers, "price of"):
-        justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(name, justify=justify, no_wrap=True)
-    for device in devices():
-        tflops, price = device.tflops.fp16, device.dollars_per_hour
-        price_source = f"{device.price_basis or device.price_source}, {device.price_date}"
-        table.add_row(
-            device.name,
-            device.kind,
-            "" if device.memory_gib is None else f"{device.memory_gib:g} GiB",
-            f"{formatting.significant(device.bandwidth_gb_per_second)} GB/s",
-            "" if tflops is None else f"{tflops:g} TFLOP/s",
-            "" if device.watts is None else f"{device.watts:g} W",
-            formatting.dollars_per_hour(price),
-            "" if price is None else price_source,
-        )
-    return table
+    def price_words(device: Device) -> str:
+        if device.dollars_per_hour is None:
+            return ""
+        return f"{device.price_basis or device.price_source}, {device.price_date}"
+
+    def with_unit(value: float | None, unit: str) -> str:
+        return "" if value is None else f"{value:g} {unit}"
+
+    return table_of(
+        devices(),
+        Column("device", "text", lambda device: device.name),
+        Column("kind", "text", lambda device: device.kind),
+        Column("memory", "number", lambda device: with_unit(device.memory_gib, "GiB")),
+        Column(
+            "memory bandwidth",
+            "number",
+            lambda device: f"{formatting.significant(device.bandwidth_gb_per_second)} GB/s",
+        ),
+        Column("16-bit peak", "number", lambda device: with_unit(device.tflops.fp16, "TFLOP/s")),
+        Column("power", "number", lambda device: with_unit(device.watts, "W")),
+        Column("price", "$/h", lambda device: device.dollars_per_hour, missing="no list price"),
+        Column("price of", "text", price_words),
+    )

@@ -51,7 +51,7 @@ def _report(options: ReportOptions) -> None:
 
     formats = _formats(options)
     if options.share is not None:
-        from crossover.reports.export_run import export_run
+        from crossover.reports.render.export_run import export_run
 
         for line in export_run(options.run, options.share):
             typer.echo(line)

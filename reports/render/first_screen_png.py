@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 from textwrap import wrap
+from typing import Any
 
 import vl_convert
 
 from crossover.reports.answers.answer_table import Column, ColumnName
 from crossover.reports.answers.first_screen import FirstScreen, first_screen_of
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import whole_machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,
@@ -21,15 +20,19 @@ from crossover.reports.chart_style import (
     GPU,
     GPU_ESTIMATED,
     INK,
-    LINE,
-    MUTED,
-    PAPER,
     PREDICTED,
+    svg_of,
 )
 from crossover.reports.report_data import CPU as CPU_SIDE
 from crossover.reports.report_data import GPU as GPU_SIDE
 from crossover.reports.report_data import ReportData
-from crossover.reports.sections.crossover_map import WIDTH, crossover_map, lanes_of, wrapped
+from crossover.reports.sections.crossover_map import (
+    WIDTH,
+    crossover_map,
+    height_of,
+    lanes_of,
+    wrapped,
+)
 
 MARGIN, ROW = 30, 30  # pixels
 INSIDE = WIDTH + 240  # pixels between the margins
@@ -37,7 +40,6 @@ KEY_ENTRY = 150  # pixels of an entry of the key
 MAX_CHARACTERS = 44  # of a table cell
 NAME_CHARACTERS = 18  # of a line of a model's name
 NAME_LINE = 15  # pixels between the lines of a model's name
-BOLD = 'font-weight="600"'
 # Relative widths of the columns, by name.
 WIDTHS: dict[ColumnName, int] = {
     "model": 12,
@@ -69,100 +71,98 @@ def picture(data: ReportData, answers: Sequence[ModelAnswer]) -> bytes:
 
 def drawing(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
     """Return the picture as SVG."""
-    screen = first_screen_of(data, answers)
-    drawing = _Drawing()
-    drawing.paragraph(screen.headline, 82, 21, INK, line_height=28, attributes=BOLD)
-    drawing.paragraph(screen.prefix_reuse, 130, 15, INK, line_height=22)
-    drawing.text(0, screen.basis, 13, MUTED)
-    drawing.y += 34
-    _draw_table(drawing, screen)
-    drawing.y += 34
-    for sentence in (*screen.lines, screen.table_note):
-        drawing.paragraph(sentence, 150, 12, INK, line_height=17)
-    drawing.y += 13
-    chart = crossover_map(answers, data)
-    if chart is not None:
-        _draw_map(drawing, chart.svg)
-    for index, (name, color) in enumerate(_key(data, answers, has_map=chart is not None)):
-        drawing.key_entry(index * KEY_ENTRY, name, color)
-    drawing.y += 24
-    machine_and_date = f"{whole_machine_words(data)} · {data.manifest.created[:10]} · crossover"
-    drawing.text(0, machine_and_date, 12, MUTED)
-    return drawing.svg()
+    screen, chart = first_screen_of(data, answers), crossover_map(answers, data)
+    # What stands below each other, from the top.
+    cursor = _Cursor()
+    headline = cursor.paragraph(screen.headline, 82, line_height=28)
+    prefix_reuse = cursor.paragraph(screen.prefix_reuse, 130, line_height=22)
+    basis_y = cursor.step(34)
+    table = _table(screen, cursor)
+    cursor.step(34)
+    notes = [
+        line
+        for sentence in (*screen.lines, screen.table_note)
+        for line in cursor.paragraph(sentence, 150, line_height=17)
+    ]
+    cursor.step(13)
+    map_height = height_of(answers, data) * INSIDE / WIDTH
+    map_y = cursor.step(0 if chart is None else map_height + 22)
+    key_y = cursor.step(24)
+    key = _key(data, answers, has_map=chart is not None)
+    return svg_of(
+        "first_screen.svg",
+        left=MARGIN,
+        inside=INSIDE,
+        width=INSIDE + 2 * MARGIN,
+        height=cursor.y + 24,
+        font=FONT,
+        headline=headline,
+        prefix_reuse=prefix_reuse,
+        basis=screen.basis,
+        basis_y=basis_y,
+        **table,
+        notes=notes,
+        map="" if chart is None else chart.svg,
+        map_y=map_y,
+        map_height=map_height,
+        key=[(MARGIN + KEY_ENTRY * index, *entry) for index, entry in enumerate(key)],
+        key_y=key_y,
+        footer=f"{whole_machine_words(data)} · {data.manifest.created[:10]} · crossover",
+        footer_y=cursor.y,
+    )
 
 
-class _Drawing:
-    """An SVG that grows from the top: what is drawn next stands at the height `y`."""
+class _Cursor:
+    """The height, in pixels from the top, of what is drawn next."""
 
     def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.y = 44.0  # pixels from the top
+        self.y = 44.0
 
-    def text(self, x: float, content: str, size: float, color: str, attributes: str = "") -> None:
-        """Draw a line of text, `x` pixels right of the margin."""
-        self.parts.append(
-            f'<text x="{MARGIN + x:.1f}" y="{self.y:.1f}" font-size="{size}" fill="{color}" '
-            f"{attributes}>{escape(content)}</text>"
-        )
+    def step(self, pixels: float) -> float:
+        """Return the height, and go down from it."""
+        y = self.y
+        self.y += pixels
+        return y
 
     def paragraph(
-        self,
-        content: str,
-        characters: int,
-        size: float,
-        color: str,
-        *,
-        line_height: float,
-        attributes: str = "",
-    ) -> None:
-        """Draw lines of at most so many characters and go below them. No line begins with a unit:
-        `90 %` stays together."""
+        self, content: str, characters: int, *, line_height: float
+    ) -> list[tuple[float, str]]:
+        """Return lines of at most so many characters, each after its height. No line begins with a
+        unit: `90 %` stays together."""
         unbroken = re.sub(rf"(?<=\d) (?={UNITS})", NO_BREAK_SPACE, content)
-        for line in wrap(unbroken, characters):
-            self.text(0, line, size, color, attributes)
-            self.y += line_height
-
-    def key_entry(self, x: float, name: str, color: str) -> None:
-        """Draw an entry of the key: a colored rectangle and its name."""
-        outline = f' stroke="{GPU}" ' if color == PREDICTED else ""
-        self.parts.append(
-            f'<rect x="{MARGIN + x}" y="{self.y - 10}" width="14" height="11" '
-            f'fill="{color}"{outline}/>'
-        )
-        self.text(x + 20, name, 12, MUTED)
-
-    def svg(self) -> str:
-        """Return the whole drawing."""
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{INSIDE + 2 * MARGIN}" '
-            f'height="{self.y + 24:.0f}" font-family="{escape(FONT)}">'
-            f'<rect width="100%" height="100%" fill="{PAPER}"/>{"".join(self.parts)}</svg>'
-        )
+        return [(self.step(line_height), line) for line in wrap(unbroken, characters)]
 
 
-def _draw_table(drawing: _Drawing, screen: FirstScreen) -> None:
-    """Draw the first table: headings, and a row with a line above it for each model."""
-    lefts = _lefts(screen.columns)
-    size = 10 if screen.side_heads else 12
-    if screen.side_heads:
-        for side, head in screen.side_heads:
-            first_column = [column.side for column in screen.columns].index(side)
-            drawing.text(lefts[first_column], head, 12, INK, BOLD)
-        drawing.y += 20
-    for x, column in zip(lefts, screen.columns, strict=True):
-        drawing.text(x, column.head, size, MUTED, BOLD)
+def _table(screen: FirstScreen, cursor: _Cursor) -> dict[str, Any]:
+    """Return the first table: headings, and a row with a line above it for each model."""
+    lefts = [MARGIN + left for left in _lefts(screen.columns)]
+    sides = [column.side for column in screen.columns]
+    side_heads_y = cursor.step(20) if screen.side_heads else cursor.y
+    heads_y = cursor.y
+    rows = []
     for cells in screen.rows:
-        drawing.parts.append(f'<path d="M{MARGIN} {drawing.y + 9}h{INSIDE}" stroke="{LINE}"/>')
-        drawing.y += ROW
-        for x, column, cell in zip(lefts, screen.columns, cells, strict=True):
-            if column.name != "model":
-                color = _text_color(column.side, cell.grade)
-                drawing.text(x, _shortened(cell.text), size + 0.5, color)
+        rule_y = cursor.step(ROW) + 9
+        y = cursor.y
         # A model's name may have two lines.
-        for index, line in enumerate(wrapped(cells[0].text, NAME_CHARACTERS)):
-            if index:
-                drawing.y += NAME_LINE
-            drawing.text(0, line, size + 0.5, INK)
+        name, *more_names = wrapped(cells[0].text, NAME_CHARACTERS)
+        name_lines = [(y, name)]
+        for line in more_names:
+            cursor.y += NAME_LINE
+            name_lines.append((cursor.y, line))
+        texts = [
+            (x, _shortened(cell.text), _text_color(column.side, cell.grade))
+            for x, column, cell in zip(lefts, screen.columns, cells, strict=True)
+            if column.name != "model"
+        ]
+        rows.append({"rule_y": rule_y, "y": y, "name_lines": name_lines, "cells": texts})
+    return {
+        "side_heads": [(lefts[sides.index(side)], head) for side, head in screen.side_heads],
+        "side_heads_y": side_heads_y,
+        "heads": [(x, column.head) for x, column in zip(lefts, screen.columns, strict=True)],
+        "heads_y": heads_y,
+        "head_size": 10 if screen.side_heads else 12,
+        "rows": rows,
+    }
 
 
 def _text_color(side: str, grade: Grade | None) -> str:
@@ -170,15 +170,6 @@ def _text_color(side: str, grade: Grade | None) -> str:
     if grade == "predicted":
         return PREDICTED_TEXT
     return GRADE_COLORS[side].get(grade or "", INK)
-
-
-def _draw_map(drawing: _Drawing, svg: str) -> None:
-    """Draw the map of the page, enlarged to the width between the margins."""
-    _, _, _, map_height = svg.split('viewBox="')[1].split('"')[0].split()
-    height = float(map_height) * INSIDE / WIDTH
-    placed = f'x="{MARGIN}" y="{drawing.y}" width="{INSIDE}" height="{height}"'
-    drawing.parts.append(svg.replace("<svg ", f"<svg {placed} ", 1))
-    drawing.y += height + 22
 
 
 def _shortened(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.energy_and_cost import (
     dollars_per_million_tokens,
     joules_of,
@@ -18,7 +19,6 @@ from crossover.reports.answers.energy_and_cost import (
 )
 from crossover.reports.answers.first_screen import first_screen_of
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.answers.report_warnings import warnings_of
 from crossover.reports.report_data import CellData, LevelData, ReportData
 

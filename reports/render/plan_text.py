@@ -10,17 +10,15 @@ from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from crossover.models import formatting
+from crossover.models.tables import Column, Table, table_of, terminal_table
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.plan_costs import Option, Plan
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
-HEADS = ("option", "meets the SLO", "machines", "$/month", "kWh/month", "basis")
-NUMBER_HEADS = ("machines", "$/month", "kWh/month")
 
 
 def as_json(plan: Plan) -> str:
@@ -31,15 +29,10 @@ def as_json(plan: Plan) -> str:
 def as_text(plan: Plan, columns: int = 100) -> str:
     """Return sentences and a table for a terminal."""
     console = Console(width=columns, no_color=True, highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in HEADS:
-        table.add_column(name, justify="right" if name in NUMBER_HEADS else "left")
-    for option in plan.rows:
-        table.add_row(*_row(plan, option))
     with console.capture() as output:
         console.print(choice_sentence(plan))
         console.print()
-        console.print(table)
+        console.print(terminal_table(_options(plan)))
         console.print()
         sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan), "", *_explanations(plan)]
         for sentence in sentences:
@@ -55,22 +48,34 @@ def _title(plan: Plan, option: Option) -> str:
     return option.title_with("your machine")
 
 
-def _row(plan: Plan, option: Option) -> tuple[str, ...]:
-    """Return the cells of an option's row, in the order of HEADS."""
-    is_calibrated = option.note != NOT_CALIBRATED
-    meets_slo: str = option.certainty
-    if not is_calibrated:
-        meets_slo = NOT_CALIBRATED
-    elif option.note and option.certainty != "yes":
-        meets_slo += f" ({option.note})"
-    return (
-        f"{'*' if option == plan.choice else ' '} {_title(plan, option)}",
-        meets_slo,
-        "-" if option.machines is None else str(option.machines),
-        _cost(option),
-        "-" if option.kwh is None else formatting.significant(option.kwh),
-        option.grade if is_calibrated else "not known",
+def _options(plan: Plan) -> Table:
+    """Return a row for each option; a star marks the choice."""
+    return table_of(
+        plan.rows,
+        Column(
+            "option",
+            "text",
+            lambda option: f"{'*' if option == plan.choice else ' '} {_title(plan, option)}",
+        ),
+        Column("meets the SLO", "text", _certainty_words),
+        Column("machines", "count", lambda option: option.machines, missing="-"),
+        Column("$/month", "number", _cost),
+        Column("kWh/month", "number", lambda option: option.kwh, missing="-"),
+        Column(
+            "basis",
+            "text",
+            lambda option: "not known" if option.note == NOT_CALIBRATED else option.grade,
+        ),
     )
+
+
+def _certainty_words(option: Option) -> str:
+    """Return whether an option meets the SLO, and why not."""
+    if option.note == NOT_CALIBRATED:
+        return NOT_CALIBRATED
+    if option.note and option.certainty != "yes":
+        return f"{option.certainty} ({option.note})"
+    return option.certainty
 
 
 def _cost(option: Option, *, with_spread: bool = True) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from crossover.models.weights.weights_manifest import write_atomically
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.errors import MissingPackage
+from crossover.reports.errors import MissingPackage, ReportError
 from crossover.reports.render.json_and_csv import as_csv, as_json, levels_records
 from crossover.reports.render.markdown import markdown
 from crossover.reports.report_data import ReportData
-from crossover.reports.write_folder import write_folder
 
 
 def write_report(
@@ -47,3 +47,17 @@ def write_report(
     if "json" in formats:
         contents["report.json"] = as_json(data, answers)
     return write_folder(folder, contents)
+
+
+def write_folder(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
+    """Write files into a folder, which is made if it does not exist. Return their paths.
+
+    `contents`: name of a file -> its bytes. Raises ReportError if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            write_atomically(folder / name, content)
+    except OSError as problem:
+        raise ReportError(f"{folder} cannot be written: {problem.strerror}") from problem
+    return [folder / name for name in contents]

@@ -4,11 +4,10 @@ machine like this one is cheaper."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Mapping, Sequence
 
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.energy_and_cost import (
     RATE_NAMES,
     conservative_rate,
@@ -20,11 +19,11 @@ from crossover.reports.answers.energy_and_cost import (
     takeover_dollars_per_million_tokens,
     takeover_joules,
 )
-from crossover.reports.answers.grades import Grade
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
+from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.report_data import GPU, SIDE_NAMES, CellData, ReportData
-from crossover.reports.sections.section import Section, Table, table
+from crossover.reports.sections.section import DEVICE, MODEL, Section
 
 
 def cost(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -47,24 +46,7 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
         return None
     largest = priced[-1]
     rate_name = RATE_NAMES[conservative_rate(largest).grade]
-    rows = []
-    shown_grades: set[Grade] = set()
-    for cell in cells:
-        price = price_of(cell, data)
-        rate, grade = conservative_rate(cell)
-        if rate:
-            shown_grades.add(grade)
-        rows.append(
-            (
-                cell.model,
-                cell.device_words,
-                machine_words(data, cell.side),
-                formatting.rate(rate, rounded="down", like=cell.unit_rate) if rate else "–",
-                grade if rate else "–",
-                "not known" if price is None else formatting.dollars_per_hour(price),
-                dollars_in_words(dollars_per_million_tokens(cell, data)),
-            )
-        )
+    shown_grades = {rate.grade for rate in map(conservative_rate, cells) if rate.rate}
     grades: tuple[Grade, ...] = ("confirmed", "estimated")
     return Section(
         slug="cost",
@@ -73,14 +55,33 @@ def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Sectio
         f"{dollars_in_words(dollars_per_million_tokens(largest, data))} on this machine's "
         f"{machine_words(data, GPU)} at the {rate_name}.",
         grades=(*(grade for grade in grades if grade in shown_grades), "published"),
-        table=table(
-            ("model", "device", "machine", "rate", "grade", "price", "$ for 1M output tokens"),
-            rows,
-            words=("device", "machine", "grade"),
+        table=table_of(
+            cells,
+            MODEL,
+            DEVICE,
+            Column("machine", "text", lambda cell: machine_words(data, cell.side)),
+            Column("rate", "number", _conservative_rate_words, missing="–"),
+            Column("grade", "text", _grade_words, missing="–"),
+            Column("price", "$/h", lambda cell: price_of(cell, data), missing="not known"),
+            Column(
+                "$ for 1M output tokens",
+                "number",
+                lambda cell: dollars_in_words(dollars_per_million_tokens(cell, data)),
+            ),
         ),
         note=f"{_price_words(data)} The cost assumes that the device is busy at that rate all the "
         "time. `crossover plan --run` calculates the cost for your forecast and prices.",
     )
+
+
+def _conservative_rate_words(cell: CellData) -> str | None:
+    rate, _ = conservative_rate(cell)
+    return formatting.rate(rate, rounded="down", like=cell.unit_rate) if rate else None
+
+
+def _grade_words(cell: CellData) -> str | None:
+    rate, grade = conservative_rate(cell)
+    return grade if rate else None
 
 
 def _price_words(data: ReportData) -> str:
@@ -98,96 +99,92 @@ def _price_words(data: ReportData) -> str:
 def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
     """Return, for each model, the price per machine below which machines like this one are cheaper
     than the takeover GPU. None: no model has a takeover GPU with a price."""
-    rows = []
+    gpus: dict[ModelAnswer, DeviceCapacity] = {}
+    machines: dict[ModelAnswer, int] = {}  # like this one, that serve what the GPU serves
+    max_prices: dict[ModelAnswer, float] = {}  # dollars an hour of each of these machines
     for answer in answers:
-        gpu, cell = answer.takeover_gpu, answer.cell
-        rate = cell.confirmed_rate or cell.estimated_rate
+        gpu, rate = answer.takeover_gpu, answer.cell.confirmed_rate or answer.cell.estimated_rate
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
-        rounded: formatting.Rounding = "down" if cell.confirmed_rate else "nearest"
-        machines = max(1, math.ceil(gpu.low / rate))  # that serve what the GPU serves
-        rows.append(
-            (
-                answer.model,
-                formatting.rate(rate, rounded=rounded, like=cell.unit_rate),
-                gpu.name,
-                formatting.rate(gpu.low, rounded="down", like=cell.unit_rate),
-                formatting.dollars_per_hour(gpu.dollars_per_hour),
-                str(machines),
-                f"{dollars_in_words(gpu.dollars_per_hour / machines)}/h",
-                dollars_in_words(takeover_dollars_per_million_tokens(answer)),
-            )
-        )
-    if not rows:
+        gpus[answer] = gpu
+        machines[answer] = max(1, math.ceil(gpu.low / rate))
+        max_prices[answer] = gpu.dollars_per_hour / machines[answer]
+    if not gpus:
         return None
-    model, rate_words, gpu_name, _, price, *_ = rows[-1]  # of the largest model
+    *_, largest = gpus
     return Section(
         slug="cost",
         title="Cost",
-        sentence=f"Up to {formatting.of_requests(rate_words)} of {model}, a machine like "
-        f"this is cheaper than the {gpu_name} if it costs less than {price}.",
+        sentence=f"Up to {formatting.of_requests(_served_words(largest))} of {largest.model}, a "
+        f"machine like this is cheaper than the {gpus[largest].name} if it costs less than "
+        f"{formatting.dollars_per_hour(gpus[largest].dollars_per_hour)}.",
         grades=("predicted",),
-        table=table(
-            (
-                "model",
-                "this CPU serves",
-                "takeover GPU, predicted",
+        table=table_of(
+            gpus,
+            Column("model", "text", lambda answer: answer.model),
+            Column("this CPU serves", "number", _served_words),
+            Column("takeover GPU, predicted", "text", lambda answer: gpus[answer].name),
+            Column(
                 "its low end (90 %)",
-                "its price",
-                "CPUs for the same rate",
-                "cheaper if each costs less than",
-                "$ for 1M tokens, GPU full",
+                "number",
+                lambda answer: formatting.rate(
+                    gpus[answer].low, rounded="down", like=answer.cell.unit_rate
+                ),
             ),
-            rows,
-            words=("takeover GPU, predicted",),
+            Column("its price", "$/h", lambda answer: gpus[answer].dollars_per_hour),
+            Column("CPUs for the same rate", "count", machines.__getitem__),
+            Column(
+                "cheaper if each costs less than",
+                "number",
+                lambda answer: f"{dollars_in_words(max_prices[answer])}/h",
+            ),
+            Column(
+                "$ for 1M tokens, GPU full",
+                "number",
+                lambda answer: dollars_in_words(takeover_dollars_per_million_tokens(answer)),
+            ),
         ),
         note="Up to the capacity of one machine, one machine is compared with one GPU. `crossover "
         "plan` takes your forecast, energy and existing machines into account.",
     )
 
 
-class _Energy(msgspec.Struct, frozen=True, eq=False):
-    """Joules per output token of a configuration; None: not known."""
-
-    answer: ModelAnswer
-    cell: CellData
-    measured: float | None
-    predicted: float | None  # on the takeover GPU
+def _served_words(answer: ModelAnswer) -> str:
+    """Return the confirmed rate of the CPU, else its estimated capacity."""
+    cell = answer.cell
+    if cell.confirmed_rate:
+        return cell.confirmed_words
+    return formatting.rate(cell.estimated_rate, like=cell.unit_rate)
 
 
 def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return joules per token; None where they were not measured and no GPU's are predicted."""
-    rows = [
-        _Energy(answer, cell, joules_of(cell), takeover_joules(answer, cell))
-        for answer in answers
-        for cell in answer.cells
-    ]
-    if not any(row.measured or row.predicted for row in rows):
+    measured = {cell: joules_of(cell) for answer in answers for cell in answer.cells}
+    predicted = {cell: takeover_joules(answer, cell) for answer in answers for cell in answer.cells}
+    if not any((*measured.values(), *predicted.values())):
         return None
-    shown = next((row for row in reversed(rows) if row.measured is not None), rows[-1])
-    sentence = (
-        f"A token of {shown.cell.model} takes {joules_in_words(shown.measured)} on the "
-        f"{shown.cell.device_words}."
-    )
-    if shown.measured is None:
-        sentence = "This machine does not report its power."
-    elif unmetered := [side for side in data.sides if _has_no_power_meter(rows, side)]:
-        sentence += (
-            f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no power meter."
+    has_predicted = any(joules is not None for joules in predicted.values())
+    columns = [
+        MODEL,
+        DEVICE,
+        Column[CellData](
+            "a token, measured", "number", lambda cell: joules_in_words(measured[cell])
+        ),
+    ]
+    if has_predicted:
+        columns.append(
+            Column(
+                "on the takeover GPU, predicted",
+                "number",
+                lambda cell: joules_in_words(predicted[cell], missing="–"),
+            )
         )
-    gpu = shown.answer.takeover_gpu
-    if gpu is not None and shown.predicted is not None:
-        sentence += (
-            f" On a full {gpu.name} a token of {shown.answer.model} would take "
-            f"{joules_in_words(shown.predicted)}."
-        )
-    has_predicted = any(row.predicted for row in rows)
     return Section(
         slug="energy",
         title="Energy",
-        sentence=sentence,
+        sentence=_energy_sentence(data, answers, measured, predicted),
         grades=("measured", "predicted") if has_predicted else ("measured",),
-        table=_energy_table(rows),
+        table=table_of(measured, *columns),
         note="Joules per output token at the highest load level. Measured: on the CPU by its own "
         "counter (RAPL), on the GPU by its driver, without the host. Predicted: the datasheet's "
         "power divided by the tokens/s at the GPU's capacity. The number of requests that share a "
@@ -195,21 +192,33 @@ def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     )
 
 
-def _has_no_power_meter(rows: Sequence[_Energy], side: str) -> bool:
-    """Return whether load levels ran on a device and none of them has a power."""
-    of_side = [row for row in rows if row.cell.side == side and row.cell.levels_under_load]
-    return bool(of_side) and all(row.measured is None for row in of_side)
-
-
-def _energy_table(rows: Sequence[_Energy]) -> Table:
-    columns = ["model", "device", "a token, measured"]
-    has_predicted = any(row.predicted is not None for row in rows)
-    if has_predicted:
-        columns.append("on the takeover GPU, predicted")
-    texts = []
-    for row in rows:
-        text = [row.cell.model, row.cell.device_words, joules_in_words(row.measured)]
-        if has_predicted:
-            text.append(joules_in_words(row.predicted, missing="–"))
-        texts.append(text)
-    return table(columns, texts, words=("device",))
+def _energy_sentence(
+    data: ReportData,
+    answers: Sequence[ModelAnswer],
+    measured: Mapping[CellData, float | None],
+    predicted: Mapping[CellData, float | None],
+) -> str:
+    """Return the sentence about the largest model whose energy was measured, else about the
+    largest of all. `measured`, `predicted`: joules per token."""
+    with_energy = [cell for cell in measured if measured[cell] is not None]
+    shown = [*measured, *with_energy][-1]
+    sentence = "This machine does not report its power."
+    if with_energy:
+        sentence = (
+            f"A token of {shown.model} takes {joules_in_words(measured[shown])} on the "
+            f"{shown.device_words}."
+        )
+        for side in data.sides:
+            under_load = [cell for cell in measured if cell.side == side and cell.levels_under_load]
+            if under_load and all(measured[cell] is None for cell in under_load):
+                sentence += (
+                    f" On the {SIDE_NAMES[side]} it was not measured: it has no power meter."
+                )
+                break
+    answer = next(answer for answer in answers if shown in answer.cells)
+    if answer.takeover_gpu is not None and predicted[shown] is not None:
+        sentence += (
+            f" On a full {answer.takeover_gpu.name} a token of {answer.model} would take "
+            f"{joules_in_words(predicted[shown])}."
+        )
+    return sentence

@@ -4,57 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.report_data import CellData, LevelData, ReportData
-from crossover.reports.sections.section import Section, table
-
-
-class _Fallback(msgspec.Struct, frozen=True, eq=False):
-    """A level in which the engine changed."""
-
-    cell: CellData
-    measured: LevelData
-    gap_seconds: float  # the longest time without a content chunk, over all streams together
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.section import LEVEL, CellLevel, Section
 
 
 def fallback_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the levels that several engines answered; None where there is none."""
-    rows = []
-    for cell in data.cells:
-        for measured in cell.levels:
-            level = measured.level
-            if len(level.backends) > 1:
-                gap_seconds = float(np.diff(np.sort(level.chunks)).max(initial=0.0))
-                rows.append(_Fallback(cell, measured, gap_seconds))
-    if not rows:
+    changed = [
+        CellLevel(cell, measured)
+        for cell in data.cells
+        for measured in cell.levels
+        if len(measured.level.backends) > 1
+    ]
+    if not changed:
         return None
-    longest_gap = max(row.gap_seconds for row in rows)
     return Section(
         slug="fallback",
         title="Fallback",
-        sentence=f"The engine changed in {len(rows)} levels; the longest time without a token was "
-        f"{formatting.seconds(longest_gap)}.",
+        sentence=f"The engine changed in {len(changed)} levels; the longest time without a token "
+        f"was {formatting.seconds(max(map(_gap_seconds, changed)))}.",
         grades=("measured",),
-        table=table(
-            ("model", "device", "load", "answered by", "failed", "no token for"),
-            (
-                (
-                    row.cell.model,
-                    row.cell.device_words,
-                    row.measured.load_words(row.cell.unit_rate),
-                    _counts(row.measured.level.backends),
-                    str(row.measured.judged.failed),
-                    formatting.seconds(row.gap_seconds),
-                )
-                for row in rows
-            ),
-            words=("device", "load", "answered by"),
+        table=table_of(
+            changed,
+            *LEVEL,
+            Column("answered by", "text", lambda row: _counts(row.measured.level.backends)),
+            Column("failed", "count", lambda row: row.measured.judged.failed),
+            Column("no token for", "seconds", _gap_seconds),
         ),
     )
+
+
+def _gap_seconds(row: CellLevel) -> float:
+    """Return the longest time without a content chunk, over all streams together."""
+    return float(np.diff(np.sort(row.measured.level.chunks)).max(initial=0.0))
 
 
 def _counts(requests: Mapping[str, int]) -> str:

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from crossover.loadtests.capacity.capacity_text import in_words
-from crossover.models import formatting
+from crossover.loadtests.capacity import capacity_text
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, RateInterval, ReportData
-from crossover.reports.sections.section import Section, table
-from crossover.reports.sections.speeds import speeds_of
+from crossover.reports.sections.section import DEVICE, MODEL, Section
+from crossover.reports.sections.speeds import reading_speed, writing_speed
+
+ENGINE = Column[CellData]("engine", "text", lambda cell: cell.engine_words)
 
 
 def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -33,10 +35,15 @@ def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         title="Formats and engines",
         sentence=" ".join(sentences),
         grades=("measured",),
-        table=table(
-            ("model", "device", "engine", "capacity", "reads", "writes", "memory"),
-            map(_row, compared),
-            words=("device", "engine", "capacity"),
+        table=table_of(
+            compared,
+            MODEL,
+            DEVICE,
+            ENGINE,
+            Column("capacity", "text", _capacity_words),
+            Column("reads", "tokens/s", reading_speed),
+            Column("writes", "tokens/s", writing_speed),
+            Column("memory", "size", lambda cell: cell.memory.peak_or_predicted_bytes),
         ),
     )
 
@@ -74,37 +81,24 @@ def _is_similar(cell: CellData, best: CellData) -> bool:
     return intervals[0].overlaps(intervals[1])
 
 
-def _row(cell: CellData) -> tuple[str, ...]:
-    speeds = speeds_of(cell)
-    reads = writes = formatting.NOT_MEASURED
-    if speeds is not None:
-        reads = f"{formatting.significant(speeds.prompt_tokens_per_second)} tokens/s"
-        writes = f"{formatting.significant(speeds.stream_tokens_per_second)} tokens/s"
-    return (
-        cell.model,
-        cell.device_words,
-        cell.engine_words,
-        in_words(cell.capacity, cell.unit_rate) if cell.capacity is not None else cell.reason,
-        reads,
-        writes,
-        formatting.size(cell.memory.peak_or_predicted_bytes),
-    )
+def _capacity_words(cell: CellData) -> str:
+    if cell.capacity is None:
+        return cell.reason
+    return capacity_text.in_words(cell.capacity, cell.unit_rate)
 
 
 def _chosen_engines(data: ReportData) -> Section | None:
     """Return the engines that were chosen among several, and why; None: all were named."""
-    rows = [
-        (cell.model, cell.device_words, cell.engine_words, cell.engine_choice.reason)
-        for cell in data.cells
-        if cell.engine_choice is not None
-    ]
-    if not rows:
+    choices = {cell: cell.engine_choice for cell in data.cells if cell.engine_choice is not None}
+    if not choices:
         return None
     return Section(
         slug="formats",
         title="Engines that were chosen",
-        sentence=", ".join(f"{model}: {engine}" for model, _, engine, _ in rows) + ".",
+        sentence=", ".join(f"{cell.model}: {cell.engine_words}" for cell in choices) + ".",
         grades=("estimated",),
-        table=table(("model", "device", "engine", "why"), rows, words=("device", "engine", "why")),
+        table=table_of(
+            choices, MODEL, DEVICE, ENGINE, Column("why", "text", lambda cell: choices[cell].reason)
+        ),
         note="From the step times of each candidate, measured in seconds.",
     )

@@ -4,66 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from crossover.loadtests.capacity.calibration_bursts import seconds_outside_engine
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CellData, ReportData
-from crossover.reports.sections.section import Section, table
-
-
-class _Overhead(msgspec.Struct, frozen=True, eq=False):
-    """The host overhead of one level."""
-
-    cell: CellData
-    load: str
-    host_share: float  # of the engine's busy time
-    step_seconds: float  # on the device, mean
-    host_step_seconds: float  # on the host, mean
+from crossover.reports.sections.section import LEVEL, CellLevel, Section
 
 
 def host_overhead(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the overhead of each load level; None where no engine reported its time."""
-    rows = []
-    for cell in data.cells:
-        for measured in cell.levels_under_load:
-            finished = measured.level.finished
-            times = None if finished is None else finished.engine_time
-            if times is None or times.host_share is None or not times.steps:
-                continue
-            rows.append(
-                _Overhead(
-                    cell,
-                    measured.load_words(cell.unit_rate),
-                    times.host_share,
-                    times.device_seconds / times.steps,
-                    times.host_seconds / times.steps,
-                )
-            )
-    if not rows:
+    times = {
+        CellLevel(cell, measured): finished.engine_time
+        for cell in data.cells
+        for measured in cell.levels_under_load
+        if (finished := measured.level.finished) is not None
+        and finished.engine_time is not None
+        and finished.engine_time.host_share is not None
+        and finished.engine_time.steps
+    }
+    if not times:
         return None
-    worst = max(rows, key=lambda row: row.host_share)
+    worst = max(times, key=lambda row: times[row].host_share or 0.0)
     return Section(
         slug="host-overhead",
         title="Host overhead",
-        sentence=f"At most {formatting.share(worst.host_share, 2)} of the engine's busy time was "
-        f"spent between its steps ({worst.cell.name} at {worst.load}).",
+        sentence=f"At most {formatting.share(times[worst].host_share, 2)} of the engine's busy "
+        f"time was spent between its steps ({worst.cell.name} at {worst.load_words}).",
         grades=("measured",),
-        table=table(
-            ("model", "device", "load", "host share", "a step", "host, a step"),
-            (
-                (
-                    row.cell.model,
-                    row.cell.device_words,
-                    row.load,
-                    formatting.share(row.host_share, 2),
-                    formatting.seconds(row.step_seconds),
-                    formatting.seconds(row.host_step_seconds),
-                )
-                for row in rows
+        table=table_of(
+            times,
+            *LEVEL,
+            Column("host share", "share", lambda row: times[row].host_share),
+            Column("a step", "seconds", lambda row: times[row].device_seconds / times[row].steps),
+            Column(
+                "host, a step", "seconds", lambda row: times[row].host_seconds / times[row].steps
             ),
-            words=("device", "load"),
         ),
         note="By the engine's own clock. The host schedules, samples outside the backend, makes "
         "text and sends messages. The faster the device, the larger this share."

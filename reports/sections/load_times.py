@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-import msgspec
-
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT
-from crossover.reports.answers.grades import Grade
-from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.model_answers import Grade, ModelAnswer
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.report_data import CellData, ReportData
-from crossover.reports.sections.section import Section, table
+from crossover.reports.sections.section import DEVICE, MODEL, Section
 
 # Measured on an H200 (docs/results/h200), from the page cache: bf16 weights of 1B (2.47 GB) in
 # 6.6 s and of 8B (16.1 GB) in 7.9 s. The line through both: a process with CUDA and torch takes
@@ -24,37 +22,23 @@ COPY_GB_PER_SECOND = 10.5
 TRANSFER_SHARE = 0.7  # of the link's peak that copies reach, where that is less
 
 
-class _LoadTime(msgspec.Struct, frozen=True, eq=False):
-    """Seconds to load a model; None: not measured, not predicted."""
-
-    answer: ModelAnswer
-    cell: CellData
-    measured: float | None
-    predicted: float | None  # on the takeover GPU
-
-    @property
-    def gpu_seconds(self) -> float | None:
-        """Seconds for which the CPU serves while a GPU loads: this machine's GPU as measured, else
-        the takeover GPU as predicted; None: not known."""
-        gpu = self.answer.gpu
-        return self.predicted if gpu is None else _measured_seconds(gpu)
-
-
 def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the load times; None where none was measured and none can be predicted."""
-    rows = []
-    for answer in answers:
-        takeover_seconds = gpu_load_seconds(answer)
-        for cell in answer.cells:
-            predicted = takeover_seconds if cell is answer.cpu else None
-            if cell.load_seconds or predicted is not None:
-                rows.append(_LoadTime(answer, cell, _measured_seconds(cell), predicted))
-    if not rows:
+    predicted = {
+        answer.cpu: gpu_load_seconds(answer) for answer in answers if answer.cpu is not None
+    }
+    cells = [
+        cell
+        for answer in answers
+        for cell in answer.cells
+        if cell.load_seconds or predicted.get(cell) is not None
+    ]
+    if not cells:
         return None
-    has_predicted = any(row.predicted is not None for row in rows)
-    grades: tuple[Grade, ...] = ("measured", "predicted") if has_predicted else ("measured",)
+    grades: tuple[Grade, ...] = ("measured",)
     note = "Measured: from the start of the engine process until it answered."
-    if has_predicted:
+    if any(seconds is not None for seconds in predicted.values()):
+        grades = ("measured", "predicted")
         note += (
             f" Predicted for the takeover GPU: {START_SECONDS:g} s for its process, then its "
             f"16-bit weights at {COPY_GB_PER_SECOND:g} GB/s, as measured on an H200, or at "
@@ -63,45 +47,33 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
     return Section(
         slug="load-times",
         title="Loading",
-        sentence=_sentence(rows),
+        sentence=_sentence(answers)
+        or f"{cells[-1].name} loads in {formatting.seconds(_measured_seconds(cells[-1]))}.",
         grades=grades,
-        table=table(
-            (
-                "model",
-                "device",
-                "loads in, measured",
-                "on the takeover GPU, predicted",
-                "loads timed",
-            ),
-            (
-                (
-                    row.cell.model,
-                    row.cell.device_words,
-                    formatting.seconds(row.measured),
-                    formatting.seconds(row.predicted, missing="–"),
-                    str(len(row.cell.load_seconds)),
-                )
-                for row in rows
-            ),
-            words=("device",),
+        table=table_of(
+            cells,
+            MODEL,
+            DEVICE,
+            Column("loads in, measured", "seconds", _measured_seconds),
+            Column("on the takeover GPU, predicted", "seconds", predicted.get, missing="–"),
+            Column("loads timed", "count", lambda cell: len(cell.load_seconds)),
         ),
         note=note,
     )
 
 
-def _sentence(rows: Sequence[_LoadTime]) -> str:
-    """Return what the CPU serves while a GPU loads the largest model for which both are known; else
-    how long the last model loads."""
-    for row in reversed(rows):
-        cpu = row.answer.cpu
-        if cpu is not None and cpu.confirmed_rate and row.gpu_seconds:
-            confirmed = formatting.rate(cpu.confirmed_rate, rounded="down", like=cpu.unit_rate)
+def _sentence(answers: Sequence[ModelAnswer]) -> str:
+    """Return what the CPU serves while a GPU loads the largest model for which both are known: this
+    machine's GPU as measured, else the takeover GPU as predicted; "": no such model."""
+    for answer in reversed(answers):
+        cpu, gpu = answer.cpu, answer.gpu
+        seconds = gpu_load_seconds(answer) if gpu is None else _measured_seconds(gpu)
+        if cpu is not None and cpu.confirmed_rate and seconds:
             return (
-                f"While a GPU loads {row.answer.model} for about "
-                f"{formatting.duration(row.gpu_seconds)}, this CPU serves "
-                f"{formatting.of_requests(confirmed)}."
+                f"While a GPU loads {answer.model} for about {formatting.duration(seconds)}, this "
+                f"CPU serves {formatting.of_requests(cpu.confirmed_words)}."
             )
-    return f"{rows[-1].cell.name} loads in {formatting.seconds(rows[-1].measured)}."
+    return ""
 
 
 def _measured_seconds(cell: CellData) -> float | None:

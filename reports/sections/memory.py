@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from crossover.models import formatting
 from crossover.models.formatting import GIB
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.chart_style import INK, MUTED, Row, chart_of, layered, palette
 from crossover.reports.devices.device_catalog import USABLE_SHARES
 from crossover.reports.report_data import CPU, GPU, SIDES, CellData, ReportData
-from crossover.reports.sections.section import Chart, Section, table
+from crossover.reports.sections.section import DEVICE, Chart, Section, name_with_format
 
 PARTS = {
     "weights": "#0072b2",
@@ -43,27 +44,14 @@ def memory(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         title="Memory",
         sentence=" ".join(_sentence(cells, side) for side in reversed(sides)),
         grades=("predicted", "measured"),
-        table=table(
-            (
-                "model",
-                "device",
-                *parts,
-                "together, predicted",
-                "measured peak",
-                "measured over predicted",
-            ),
-            (
-                (
-                    _name(cell),
-                    cell.device_words,
-                    *(_part_size(cell, part) for part in parts),
-                    formatting.size(cell.memory.predicted_bytes),
-                    formatting.size(cell.memory.measured_bytes),
-                    _difference(cell),
-                )
-                for cell in cells
-            ),
-            words=("device",),
+        table=table_of(
+            cells,
+            Column("model", "text", name_with_format),
+            DEVICE,
+            *map(_part_column, parts),
+            Column("together, predicted", "size", lambda cell: cell.memory.predicted_bytes),
+            Column("measured peak", "size", lambda cell: cell.memory.measured_bytes),
+            Column("measured over predicted", "number", _measured_over_predicted, missing="–"),
         ),
         charts=tuple(charts),
         note="Predicted by placement before loading. Measured: on the CPU the engine's peak "
@@ -72,14 +60,9 @@ def memory(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     )
 
 
-def _part_size(cell: CellData, part: str) -> str:
-    """Return the size of a part; `–`: the model has no such part, or it was not predicted."""
-    size_bytes = cell.memory.parts[part]
-    return formatting.size(size_bytes) if size_bytes else "–"
-
-
-def _name(cell: CellData) -> str:
-    return f"{cell.model} {cell.weight_format}".strip()
+def _part_column(part: str) -> Column[CellData]:
+    """Return the sizes of a part; `–`: the model has no such part, or it was not predicted."""
+    return Column(part, "size", lambda cell: cell.memory.parts[part] or None, missing="–")
 
 
 def _sentence(cells: Sequence[CellData], side: str) -> str:
@@ -92,8 +75,8 @@ def _sentence(cells: Sequence[CellData], side: str) -> str:
     size_bytes = usage.peak_or_predicted_bytes
     if side != GPU:
         where = f" on the {largest.device_words}" if largest.device else ""
-        return f"{_name(largest)} takes {formatting.size(size_bytes)}{where}."
-    sentence = f"{_name(largest)} takes {formatting.size(size_bytes, 4)} of GPU memory"
+        return f"{name_with_format(largest)} takes {formatting.size(size_bytes)}{where}."
+    sentence = f"{name_with_format(largest)} takes {formatting.size(size_bytes, 4)} of GPU memory"
     if usage.measured_bytes is not None and usage.predicted_bytes is not None:
         sentence += f", where {formatting.size(usage.predicted_bytes, 4)} was predicted"
     card_gib = next((card for card in CARDS_GIB if _fits(size_bytes or 0, card)), None)
@@ -108,12 +91,10 @@ def _fits(size_bytes: int, card_gib: float) -> bool:
     return size_bytes <= USABLE_SHARES[memory_type] * card_gib * GIB
 
 
-def _difference(cell: CellData) -> str:
-    """Return how far the measured peak is above the prediction, `+0.1 %`."""
+def _measured_over_predicted(cell: CellData) -> str | None:
+    """Return how far the measured peak is above the prediction."""
     measured, predicted = cell.memory.measured_bytes, cell.memory.predicted_bytes
-    if not measured or not predicted:
-        return "–"
-    return f"{measured / predicted - 1:+.1%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
+    return formatting.difference(measured, predicted, decimals=1)
 
 
 def _card_rows(axis_gib: float) -> list[Row]:
@@ -132,7 +113,7 @@ def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple
     """Return the chart of one device; () where no part of the memory was predicted."""
     import altair as alt
 
-    usages = [(_name(cell), cell.memory) for cell in cells]
+    usages = [(name_with_format(cell), cell.memory) for cell in cells]
     bar_rows: list[Row] = [
         {"model": name, "part": part, "gib": size_bytes / GIB, "order": order}
         for name, usage in usages

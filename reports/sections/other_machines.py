@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossover.models import formatting
+from crossover.models.tables import Column, Table, table_of
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT, gpus_that_fit
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import (
@@ -18,7 +19,7 @@ from crossover.reports.devices.device_capacity import (
 from crossover.reports.devices.device_catalog import Device, device_named
 from crossover.reports.devices.device_step_times import VLLM_SLOTS
 from crossover.reports.report_data import ReportData
-from crossover.reports.sections.section import Section, Table, table
+from crossover.reports.sections.section import Section
 
 MAX_GPUS = 4
 
@@ -105,31 +106,21 @@ def _gpu_of(answer: ModelAnswer, data: ReportData) -> Device | None:
 
 
 def _table(capacities: Sequence[DeviceCapacity], unit_rate: float | None) -> Table:
-    return table(
-        (
-            "machine",
-            "predicted capacity",
-            "90 % interval",
-            "TTFT, median",
-            "TPOT, median",
-            "memory",
-            "price",
-        ),
-        (
-            (
-                capacity.name,
-                formatting.rate(capacity.rate, like=unit_rate)
-                if capacity.rate
-                else capacity.reason,
-                formatting.rate_interval(capacity.low, capacity.high, unit_rate)
-                if capacity.rate
-                else "–",
-                formatting.seconds(capacity.ttft_seconds, missing="–"),
-                formatting.seconds(capacity.tpot_seconds, missing="–"),
-                formatting.size(capacity.memory_bytes),
-                formatting.dollars_per_hour(capacity.dollars_per_hour),
-            )
-            for capacity in capacities
-        ),
-        words=("90 % interval",),
+    def rate_words(capacity: DeviceCapacity) -> str:
+        return formatting.rate(capacity.rate, like=unit_rate) if capacity.rate else capacity.reason
+
+    def interval_words(capacity: DeviceCapacity) -> str | None:
+        if not capacity.rate:
+            return None
+        return formatting.rate_interval(capacity.low, capacity.high, unit_rate)
+
+    return table_of(
+        capacities,
+        Column("machine", "text", lambda capacity: capacity.name),
+        Column("predicted capacity", "number", rate_words),
+        Column("90 % interval", "text", interval_words, missing="–"),
+        Column("TTFT, median", "seconds", lambda capacity: capacity.ttft_seconds, missing="–"),
+        Column("TPOT, median", "seconds", lambda capacity: capacity.tpot_seconds, missing="–"),
+        Column("memory", "size", lambda capacity: capacity.memory_bytes),
+        Column("price", "$/h", lambda capacity: capacity.dollars_per_hour, missing="no list price"),
     )

@@ -7,12 +7,13 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from crossover.reports.answers.grades import Grade
+from crossover.models.tables import Column, Table
+from crossover.reports.answers.model_answers import Grade
+from crossover.reports.report_data import CellData, LevelData
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,21 +48,30 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Table(msgspec.Struct, frozen=True):
-    """A table of texts."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[int, ...] = ()  # indexes of the columns of numbers, which are aligned right
+def name_with_format(cell: CellData) -> str:
+    """Return `llama-3.2-1b int8`."""
+    return f"{cell.model} {cell.weight_format}".strip()
 
 
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
-) -> Table:
-    """Return a table. Its columns are numeric, except the first and those named in `words`."""
-    text_columns = (columns[0], *words)
-    numeric = tuple(index for index, name in enumerate(columns) if name not in text_columns)
-    return Table(tuple(columns), tuple(map(tuple, rows)), numeric)
+class CellLevel(NamedTuple):
+    """A load level of a configuration."""
+
+    cell: CellData
+    measured: LevelData
+
+    @property
+    def load_words(self) -> str:
+        """`1.8/s`, `8 users` or `single stream`."""
+        return self.measured.load_words(self.cell.unit_rate)
+
+
+MODEL = Column[CellData]("model", "text", lambda cell: cell.model)
+DEVICE = Column[CellData]("device", "text", lambda cell: cell.device_words)
+LEVEL = (
+    Column[CellLevel]("model", "text", lambda level: level.cell.model),
+    Column[CellLevel]("device", "text", lambda level: level.cell.device_words),
+    Column[CellLevel]("load", "text", lambda level: level.load_words),
+)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from crossover.models import formatting
+from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.chart_style import Row, chart_of, layered, palette, series
 from crossover.reports.report_data import CellData, ReportData
-from crossover.reports.sections.section import Chart, Section, table
+from crossover.reports.sections.section import DEVICE, MODEL, Chart, Section
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 # Share of the throughput that requests would have if sharing a step cost nothing. Below it, a
@@ -19,94 +18,79 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 SLOW_BATCH_SHARE = 0.25
 
 
-class Speeds(msgspec.Struct, frozen=True):
-    """How fast a configuration serves a single request of mean length."""
-
-    prompt_tokens_per_second: float
-    stream_tokens_per_second: float
-    prompt_time_share: float  # of the request's time
-
-
 def prefill_decode(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the speeds of prompts and answers; None where there is no step-time model."""
-    cells = [cell for answer in answers for cell in answer.cells]
-    rows = [(cell, speeds) for cell in cells if (speeds := speeds_of(cell)) is not None]
-    if not rows:
+    cells = [cell for answer in answers for cell in answer.cells if reading_speed(cell) is not None]
+    if not cells:
         return None
-    last_cell, last_speeds = rows[-1]
+    largest = cells[-1]
     return Section(
         slug="prefill-decode",
         title="Prompts and answers",
-        sentence=f"{last_cell.name} reads {_tokens(last_speeds.prompt_tokens_per_second)} of a "
-        f"prompt and writes {_tokens(last_speeds.stream_tokens_per_second)} for a single request; "
-        f"{formatting.share(last_speeds.prompt_time_share, 2)} of a request's time goes to its "
+        sentence=f"{largest.name} reads {formatting.tokens_per_second(reading_speed(largest))} of "
+        f"a prompt and writes {formatting.tokens_per_second(writing_speed(largest))} for a single "
+        f"request; {formatting.share(_prompt_share(largest), 2)} of a request's time goes to its "
         "prompt.",
         grades=("estimated",),
-        table=table(
-            (
-                "model",
-                "device",
-                "reads prompts",
-                "writes, single request",
-                "time of a request in prompts",
-            ),
-            (
-                (
-                    cell.model,
-                    cell.device_words,
-                    _tokens(speeds.prompt_tokens_per_second),
-                    _tokens(speeds.stream_tokens_per_second),
-                    formatting.share(speeds.prompt_time_share, 2),
-                )
-                for cell, speeds in rows
-            ),
-            words=("device",),
+        table=table_of(
+            cells,
+            MODEL,
+            DEVICE,
+            Column("reads prompts", "tokens/s", reading_speed),
+            Column("writes, single request", "tokens/s", writing_speed),
+            Column("time of a request in prompts", "share", _prompt_share),
         ),
         note="From the step times of this run. Prompts are compute-bound; answers are "
         "memory-bound, since each token reads all weights. A GPU helps prompts most.",
     )
 
 
-def speeds_of(cell: CellData) -> Speeds | None:
-    """Return the speeds of a configuration; None: it has no step-time model."""
+def reading_speed(cell: CellData) -> float | None:
+    """Return prompt tokens/s of a single request of mean length; None: no step-time model."""
     if cell.step_times is None or cell.traffic is None:
         return None
-    step_times, prompt, output = cell.step_times, cell.traffic.mean_prompt, cell.traffic.mean_output
-    prompt_seconds = step_times.seconds(0, prompt, 0)
-    token_seconds = step_times.seconds(1, 0, prompt + output / 2)
-    return Speeds(
-        prompt_tokens_per_second=prompt / prompt_seconds,
-        stream_tokens_per_second=1 / token_seconds,
-        prompt_time_share=prompt_seconds / (prompt_seconds + token_seconds * max(output - 1, 0)),
-    )
+    prompt = cell.traffic.mean_prompt
+    return prompt / cell.step_times.seconds(0, prompt, 0)
 
 
-def _tokens(per_second: float) -> str:
-    return f"{formatting.significant(per_second)} tokens/s"
+def writing_speed(cell: CellData) -> float | None:
+    """Return output tokens/s of a single request of mean length; None: no step-time model."""
+    if cell.step_times is None or cell.traffic is None:
+        return None
+    context = cell.traffic.mean_prompt + cell.traffic.mean_output / 2
+    return 1 / cell.step_times.seconds(1, 0, context)
+
+
+def _prompt_share(cell: CellData) -> float | None:
+    """Return the share of a single request's time that its prompt takes."""
+    reading, writing = reading_speed(cell), writing_speed(cell)
+    if reading is None or writing is None or cell.traffic is None:
+        return None
+    prompt_seconds = cell.traffic.mean_prompt / reading
+    return prompt_seconds / (prompt_seconds + max(cell.traffic.mean_output - 1, 0) / writing)
 
 
 def batch_size(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return the throughput by batch size; None where there is no step-time model."""
     cells = [cell for answer in answers for cell in answer.cells]
-    rows = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
-    if not rows:
+    steps_of = {cell: steps for cell in cells if (steps := step_seconds(cell))}
+    if not steps_of:
         return None
-    mixtures = [(cell, steps) for cell, steps in rows[:-1] if cell.experts is not None]
-    sentences = [batching_sentence(cell, steps) for cell, steps in [*mixtures, rows[-1]]]
+    *smaller, largest = steps_of
+    mixtures = [cell for cell in smaller if cell.experts is not None]
+    sentences = [batching_sentence(cell, steps_of[cell]) for cell in (*mixtures, largest)]
     return Section(
         slug="batch-size",
         title="Several requests at once",
         sentence=" ".join(sentences),
         grades=("estimated",),
-        table=table(
-            ("model", "device", *(f"{size} at once" for size in BATCH_SIZES)),
-            (
-                (cell.model, cell.device_words, *(_batch_words(steps, n) for n in BATCH_SIZES))
-                for cell, steps in rows
-            ),
-            words=("device",),
+        table=table_of(
+            steps_of,
+            MODEL,
+            DEVICE,
+            *(_batch_column(size, steps_of) for size in BATCH_SIZES),
         ),
-        charts=(_chart({cell.name: steps for cell, steps in rows}),),
+        charts=(_chart({cell.name: steps for cell, steps in steps_of.items()}),),
         note="Tokens/s of all requests together and seconds of a step, from this run's step times.",
     )
 
@@ -122,8 +106,8 @@ def batching_sentence(cell: CellData, steps: dict[int, float]) -> str:
     if cell.experts is not None and gain < SLOW_BATCH_SHARE * largest:
         return (
             f"{cell.name}: its {cell.experts.used} of {cell.experts.count} experts make it fast "
-            f"for one user ({_tokens(1 / steps[1])}) and slow for many: {largest} concurrent "
-            f"requests give {gain:.1f}x the throughput of one."
+            f"for one user ({formatting.tokens_per_second(1 / steps[1])}) and slow for many: "
+            f"{largest} concurrent requests give {gain:.1f}x the throughput of one."
         )
     return (
         f"Batching {largest} requests of {cell.name} gives {gain:.1f}x the throughput of "
@@ -142,12 +126,17 @@ def step_seconds(cell: CellData) -> dict[int, float]:
     return {size: cell.server.step_times.seconds(size, 0, size * context) for size in sizes}
 
 
-def _batch_words(steps: dict[int, float], size: int) -> str:
-    """Return `169/s, 23 ms`: tokens/s of the batch, seconds of its step; `–`: more than the
-    slots."""
-    if size not in steps:
-        return "–"
-    return f"{formatting.significant(size / steps[size])}/s, {formatting.seconds(steps[size])}"
+def _batch_column(size: int, steps_of: dict[CellData, dict[int, float]]) -> Column[CellData]:
+    """Return the column of `169/s, 23 ms`: tokens/s of a batch, seconds of its step; `–`: it is
+    larger than the slots."""
+
+    def speed_words(cell: CellData) -> str | None:
+        seconds = steps_of[cell].get(size)
+        if seconds is None:
+            return None
+        return f"{formatting.significant(size / seconds)}/s, {formatting.seconds(seconds)}"
+
+    return Column(f"{size} at once", "number", speed_words, missing="–")
 
 
 def _chart(steps_by_name: dict[str, dict[int, float]]) -> Chart:

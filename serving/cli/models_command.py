@@ -23,8 +23,9 @@ import typer
 from crossover.models import formatting
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
-from crossover.models.identity.model_ladder import PUBLISHED
+from crossover.models.identity.model_ladder import PUBLISHED, LadderModel
 from crossover.models.identity.resolve_model import resolve
+from crossover.models.tables import Column, lines_of, table_of
 from crossover.models.weights.weight_formats import FORMATS, known_format, weight_bytes
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import missing_backends, weights_of
@@ -71,26 +72,30 @@ def list_models(cache: Cache = None) -> None:
     Total parameters decide the memory. Active parameters, which one token multiplies with, decide
     the speed.
     """
-    cache_folder, size = cache_dir(cache), formatting.size
+    cache_folder = cache_dir(cache)
     typer.echo(f"Published shapes, by total parameters (cache: {cache_folder})")
-    row_layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
-    headings = ("model", "parameters", "active", *LISTED_FORMATS)
-    typer.echo(row_layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
-    for model in sorted(PUBLISHED, key=lambda model: model.spec.parameters):
-        spec = model.spec
-        cached_files = cache_folder.glob(f"synthetic/{spec.name}/[!.]*")
-        cached_names = sorted(file.name for file in cached_files if file.suffix != ".json")
-        line = row_layout.format(
-            spec.name,
-            f"{spec.parameters:,}",
-            formatting.parameters(spec.active_parameters),
-            *(size(weight_bytes(spec, weight_format)) for weight_format in LISTED_FORMATS),
-            size(1000 * spec.kv_bytes_per_token()),
-            f"{spec.context:,}",
-            model.repository,
-            ",".join(cached_names),
-        )
-        typer.echo(line)
+
+    def cached_names(model: LadderModel) -> str:
+        files = cache_folder.glob(f"synthetic/{model.spec.name}/[!.]*")
+        return ",".join(sorted(file.name for file in files if file.suffix != ".json"))
+
+    def size_in(weight_format: str) -> Column[LadderModel]:
+        return Column(weight_format, "size", lambda model: weight_bytes(model.spec, weight_format))
+
+    table = table_of(
+        sorted(PUBLISHED, key=lambda model: model.spec.parameters),
+        Column("model", "text", lambda model: model.spec.name),
+        Column("parameters", "count", lambda model: model.spec.parameters),
+        Column(
+            "active", "number", lambda model: formatting.parameters(model.spec.active_parameters)
+        ),
+        *map(size_in, LISTED_FORMATS),
+        Column("KV / 1k", "size", lambda model: 1000 * model.spec.kv_bytes_per_token()),
+        Column("context", "count", lambda model: model.spec.context),
+        Column("real weights", "text", lambda model: model.repository),
+        Column("cached", "text", cached_names),
+    )
+    typer.echo("\n".join(lines_of(table)))
 
 
 @app.command("make")

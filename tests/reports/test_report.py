@@ -25,8 +25,8 @@ from crossover.reports.answers.check_conditions import QUANTITIES, check_conditi
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
 from crossover.reports.errors import BadRun, ReportError
-from crossover.reports.export_run import export_run
 from crossover.reports.render import html_page, json_and_csv, markdown
+from crossover.reports.render.export_run import export_run
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.crossover_map import wrapped

@@ -27,9 +27,9 @@ from crossover.loadtests.records.run_folder import EVENTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
 from crossover.reports.answers.answer_table import answer_row, columns_of, side_heads
+from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
-from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
 from crossover.reports.devices.device_capacity import (
     EXPECTED_STEPS,
@@ -39,10 +39,10 @@ from crossover.reports.devices.device_capacity import (
 )
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.errors import ReportError
-from crossover.reports.export_run import export_run
 from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render import first_screen_png, json_and_csv, markdown
+from crossover.reports.render.export_run import export_run
 from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.crossover_map import crossover_map

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from crossover.models import formatting
+from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.model_answers import answers_of
-from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.devices.device_capacity import (
     EXPECTED_STEPS,
     Service,

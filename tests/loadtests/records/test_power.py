@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossover.reports.watts import Power, power_of
+from crossover.loadtests.records.resource_sample import Power, power_of
 from tests.loadtests.levels.made import sample
 
 

@@ -30,7 +30,7 @@ from crossover.loadtests.records.run_folder import (
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.reports.errors import ReportError
-from crossover.reports.write_folder import write_folder
+from crossover.reports.render.report_files import write_folder
 from crossover.serving.capacity.slo import SLO_PRESETS
 
 # Keys whose texts are kept: only Crossover writes them, never a user or a server. Under any other
