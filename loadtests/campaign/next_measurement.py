@@ -35,6 +35,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.slo import LIMITS, Slo, Verdict, requests_to_hold
 from crossover.serving.workload.conversations import session_seconds
@@ -56,25 +57,10 @@ RETRY_SHARE = 0.85  # of a rate that was not confirmed: the next rate is at most
 VERDICT_MARGIN = 1.05
 
 
-class SingleStream(NamedTuple):
-    """Send requests one at a time: at most `requests`, within `seconds`."""
-
-    requests: int
-    seconds: float
-
-
 class Calibrate(NamedTuple):
     """Send bursts within `seconds`, and fit the step-time model to them."""
 
     seconds: float
-
-
-class RunLevel(NamedTuple):
-    """Run a load level at a rate."""
-
-    rate: float  # requests/s
-    seconds: float  # of its window, after the warm-up
-    warmup_seconds: float
 
 
 class RestartServer(NamedTuple):
@@ -89,7 +75,7 @@ class Stop(NamedTuple):
     reason: str
 
 
-Measurement = SingleStream | Calibrate | RunLevel | RestartServer | Stop
+Measurement = LevelPlan | Calibrate | RestartServer | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +153,11 @@ class TriedRate(NamedTuple):
 def next_measurement(progress: CellProgress) -> Measurement:
     """Return what to measure next, or why nothing more is measured."""
     search, capacity = progress.search, progress.capacity
-    single_stream = SingleStream(search.single_stream_requests, progress.max_single_stream_seconds)
+    single_stream = LevelPlan(
+        concurrency=1,
+        requests=search.single_stream_requests,
+        window_seconds=progress.max_single_stream_seconds,
+    )
     if not progress.single_streams:
         return single_stream
     if search.rates:
@@ -191,17 +181,17 @@ def next_measurement(progress: CellProgress) -> Measurement:
     return _search_by_levels(progress)
 
 
-def _given_rate(progress: CellProgress) -> RunLevel | Stop:
+def _given_rate(progress: CellProgress) -> LevelPlan | Stop:
     """Return a level at the next of the rates that the campaign lists."""
     rates, measured = progress.search.rates, len(progress.loaded)
     if measured >= len(rates):
         return Stop("all rates of the campaign are measured")
-    return RunLevel(rates[measured], progress.min_level_seconds, progress.warmup_seconds)
+    return _open_loop(progress, rates[measured], progress.min_level_seconds)
 
 
 def _verify_unloaded(
-    progress: CellProgress, single_stream: SingleStream
-) -> SingleStream | RestartServer | Stop:
+    progress: CellProgress, single_stream: LevelPlan
+) -> LevelPlan | RestartServer | Stop:
     """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
     second level if it cannot be restarted."""
     start = progress.server_start
@@ -216,7 +206,7 @@ def _verify_unloaded(
     return RestartServer("the SLO is missed even without load; restarting the server to verify")
 
 
-def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
+def _confirm_estimate(progress: CellProgress) -> LevelPlan | Stop:
     """Return a level at 0.8 of the estimate, and then one more if that one did not meet the SLO or
     if the estimate is far above it.
 
@@ -245,7 +235,7 @@ def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
     return _confirming_level(progress, rate)
 
 
-def _search_by_levels(progress: CellProgress) -> RunLevel | Stop:
+def _search_by_levels(progress: CellProgress) -> LevelPlan | Stop:
     """Return the level that narrows the bounds of the capacity, and once they are close, the one
     that confirms the lower bound. Used if no step-time model fits."""
     first_rate = progress.capacity.estimated_rate or _single_stream_rate(progress)
@@ -292,7 +282,7 @@ def _bounds(tried: Sequence[TriedRate]) -> tuple[float, float]:
 
 def _confirming_level(
     progress: CellProgress, rate: float, *, is_search: bool = False
-) -> RunLevel | Stop:
+) -> LevelPlan | Stop:
     """Return a level that is long enough to confirm the rate, or as long as the time left allows.
 
     `is_search`: there is no step-time model. Then it takes more requests to confirm a rate, and a
@@ -312,10 +302,10 @@ def _confirming_level(
         by_levels=is_search,
         min_level_seconds=progress.min_level_seconds,
     )
-    return RunLevel(rate, round(min(seconds, affordable), 1), progress.warmup_seconds)
+    return _open_loop(progress, rate, round(min(seconds, affordable), 1))
 
 
-def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
+def _bounding_level(progress: CellProgress) -> LevelPlan | Stop:
     """Return a level that is too short to confirm a rate, but long enough to bound the capacity.
 
     It takes at most half of the time left if that is enough for a verdict, so that a second level
@@ -338,7 +328,7 @@ def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
     # With this many requests some may miss the SLO; confirming_seconds has the formula.
     enough_seconds = min_requests / EXPECTED_ATTAINMENT_MARGIN**2 / rate
     seconds = min(affordable, max(min_seconds, min(enough_seconds, affordable / 2)))
-    return RunLevel(rate, round(seconds, 1), progress.warmup_seconds)
+    return _open_loop(progress, rate, round(seconds, 1))
 
 
 def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:
@@ -358,6 +348,12 @@ def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float 
     if not met and missed > NARROW * lowest:  # not already tried, to within NARROW
         return lowest
     return next_rate(tried, lowest)
+
+
+def _open_loop(progress: CellProgress, rate: float, window_seconds: float) -> LevelPlan:
+    return LevelPlan(
+        rate=rate, warmup_seconds=progress.warmup_seconds, window_seconds=window_seconds
+    )
 
 
 def _too_little_time(progress: CellProgress) -> Stop:

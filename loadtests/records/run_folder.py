@@ -253,7 +253,7 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
-# Keys and states of format 5 -> those of format 6.
+# Keys and states of format 5 -> those of format 7.
 _RECORD_KEYS = {
     b'"due_seconds":': b'"scheduled_seconds":',
     b'"asked_prompt_tokens":': b'"requested_prompt_tokens":',
@@ -275,12 +275,22 @@ _CAPACITY_STATES = {
 }
 
 
+# Keys of a level_started event in formats 5 and 6 -> those of its plan.
+_PLAN_KEYS = {
+    "rate_per_second": "rate",
+    "concurrency": "concurrency",
+    "warmup_seconds": "warmup_seconds",
+    "window_seconds": "window_seconds",
+    "seed": "seed",
+}
+
+
 def _as_it_is(line: bytes) -> bytes:
     return line
 
 
 def _in_the_current_format(line: bytes) -> bytes:
-    """Return a line of format 5 in the words of format 6.
+    """Return a line of format 5 or 6 in the words of format 7.
 
     Keys are replaced as bytes: inside a text the quotes would be escaped.
 
@@ -295,6 +305,9 @@ def _in_the_current_format(line: bytes) -> bytes:
             if "reused_share" in policy:
                 event["reused_share"] = policy.pop("reused_share")
             policy.setdefault("step_tokens", 2048)
+    elif line.startswith(b'{"kind":"level_started"'):
+        event = msgspec.json.decode(line)
+        event["plan"] = {new: event.pop(old) for old, new in _PLAN_KEYS.items() if old in event}
     elif line.startswith(b'{"kind":"cell_finished"'):
         event = msgspec.json.decode(line)
         capacity = {_CAPACITY_KEYS.get(key, key): value for key, value in event["capacity"].items()}

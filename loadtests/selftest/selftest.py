@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.campaign.progress import Progress
-from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate
+from crossover.loadtests.capacity.calibration_bursts import calibrate
 from crossover.loadtests.capacity.capacity_estimate import CONFIRMING_SHARE, estimate
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.host.child_processes import Child
@@ -44,6 +44,7 @@ from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
 from crossover.loadtests.load_generator.openai_endpoint import Target, probe
 from crossover.loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -51,10 +52,11 @@ from crossover.serving.capacity.simulated_capacity import capacity
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.hardware.machine_facts import allowed_cores
-from crossover.serving.workload.conversations import draw_sessions
-from crossover.serving.workload.request_lengths import RequestSpec, Spread, Workload
+from crossover.serving.workload.conversations import draw_sessions, mean_turns_of
+from crossover.serving.workload.request_lengths import Spread, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
+SESSION_RATE = 12.0  # conversations/s
 WARM_UP_SECONDS = 1.0  # the times of requests due before do not count: they open connections
 # About ten times as fast as a small model on a CPU, so that a short level has enough requests.
 STEP_TIMES = StepTimeModel(
@@ -70,6 +72,7 @@ SETTINGS = SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=
 WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_output_tokens=64)
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 SINGLE_STREAM_REQUESTS = 10
+MAX_UNLOADED_SECONDS = 30.0  # of these requests
 LIMIT_SECONDS = 14.0  # window of the level that confirms a rate
 READY_SECONDS = 30.0  # how long one of WORLDS waits until the others are ready
 WORLD_SECONDS = 120.0  # maximum time of one of WORLDS
@@ -130,26 +133,28 @@ class Bench:
         with Child(command, log=log) as child:
             yield child, log
 
-    def send(self, url: str, *, is_chat: bool = False, **load: Any) -> LoadResult:
-        """Run one level on the server at `url`, as a campaign does. `load`: fields of a
-        LoadPlan."""
+    def send(
+        self, url: str, plan: LevelPlan, workload: Workload, *, is_chat: bool = False
+    ) -> LoadResult:
+        """Run one level on the server at `url`, as a campaign does."""
         target = Target(url=url, api="chat" if is_chat else "completions")
-        plan = LoadPlan(target=target, drain_seconds=20.0, facts=probe(target), **load)
+        load = LoadPlan(
+            target=target, plan=plan, workload=workload, drain_seconds=20.0, facts=probe(target)
+        )
+        records: list[RequestRecord] = []
         with connect(url) as pool:
             before = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-            events = list(self._generator.run(plan))
+            _, ended = self._generator.level(load, on_record=records.append)
             after = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-        records = [event for event in events if isinstance(event, RequestRecord)]
-        (account,) = [event for event in events if isinstance(event, Ended)]
         log = {name: entry for name, entry in after.items() if name not in before}
-        return records, account, log
+        return records, ended, log
 
     def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> LoadResult:
         """Run one level at `rate` requests/s with `tokens` output tokens per request, on a new
         reference server. `truth`: fields of the server's Truth."""
         workload = Workload(prompt_tokens=16, output_tokens=tokens)
         with self.server(**truth) as url:
-            return self.send(url, rate=rate, window_seconds=seconds, workload=workload)
+            return self.send(url, LevelPlan(rate=rate, window_seconds=seconds), workload)
 
 
 @contextmanager
@@ -193,10 +198,9 @@ def conversations(bench: Bench) -> list[Row]:
         turn_tokens=12,
     )
     truth = {"ttft": 0.03, "gap": 0.004, "reasoning_share": 0.5, "cut_every": 13}
+    plan = LevelPlan(rate=SESSION_RATE * mean_turns_of(workload), window_seconds=3.0)
     with bench.server(**truth) as url:
-        records, _, log = bench.send(
-            url, is_chat=True, rate=12.0, window_seconds=3.0, workload=workload
-        )
+        records, _, log = bench.send(url, plan, workload, is_chat=True)
     return conversation_rows("conversations", records, log, workload)
 
 
@@ -243,19 +247,21 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
         bench.server(step_times=STEP_TIMES, slots=SLOTS, **server_options) as url,
     ):
 
-        def send_burst(burst: Burst) -> Level:
-            lengths = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
-            requests = tuple(RequestSpec(i, *pair) for i, pair in enumerate(lengths))
-            return level_of(bench.send(url, asks=requests, due=(0.0,) * len(requests))[0])
+        def measure(plan: LevelPlan) -> Level:
+            return level_of(bench.send(url, plan, WORKLOAD)[0], plan)
 
-        single_stream: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
-        bench.send(url, **single_stream, requests=1)
+        def send_burst(burst: Burst) -> Level:
+            return measure(LevelPlan(burst=burst, window_seconds=MAX_UNLOADED_SECONDS))
+
+        single_stream = LevelPlan(
+            concurrency=1, requests=SINGLE_STREAM_REQUESTS, window_seconds=MAX_UNLOADED_SECONDS
+        )
+        measure(msgspec.structs.replace(single_stream, requests=1))
         (ready_folder / name).touch()
         deadline = time.monotonic() + READY_SECONDS
         while len(list(ready_folder.iterdir())) < len(WORLDS) and time.monotonic() < deadline:
             time.sleep(0.01)
-        records, _, _ = bench.send(url, **single_stream, requests=SINGLE_STREAM_REQUESTS)
-        unloaded = level_of(records, concurrency=1)
+        unloaded = measure(single_stream)
         calibration = calibrate(send_burst, WORKLOAD, SLOTS, 20.0, [unloaded])
         server: dict[str, Any] = {
             "step_times": calibration.step_times,
@@ -267,10 +273,8 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
         result = msgspec.structs.replace(result, reason=calibration.reason or result.reason)
         if result.estimated_rate:
             rate = CONFIRMING_SHARE * result.estimated_rate
-            duration: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
-            records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **duration)
-            level = level_of(records, rate_per_second=rate, **duration)
-            result = estimate([unloaded, level], SLO, **server)
+            plan = LevelPlan(rate=rate, warmup_seconds=1.0, window_seconds=LIMIT_SECONDS)
+            result = estimate([unloaded, measure(plan)], SLO, **server)
     return capacity_rows(name, result, *true_rates)
 
 
@@ -467,16 +471,15 @@ def capacity_rows(
     ]
 
 
-def level_of(records: Sequence[RequestRecord], **started: Any) -> Level:
-    """Return a finished level of these records. `started`: fields of its LevelStarted. Without
-    `window_seconds`, all records count."""
+def level_of(records: Sequence[RequestRecord], plan: LevelPlan | None = None) -> Level:
+    """Return a finished level of these records. All of them count, except at a rate, where those
+    do that were due in the window of the plan."""
     last = max((record.scheduled_seconds for record in records), default=0.0)
-    window_seconds = started.pop("window_seconds", last + 1)
-    shared_fields = {"cell": "", "level": "", "window_seconds": window_seconds}
+    window_seconds = last + 1 if plan is None or plan.rate is None else plan.window_seconds
     return Level.of(
         records,
-        LevelStarted(**shared_fields, **started),
-        LevelFinished(due=len(records), **shared_fields),
+        LevelStarted(cell="", level="", plan=plan or LevelPlan(window_seconds=window_seconds)),
+        LevelFinished(cell="", level="", due=len(records), window_seconds=window_seconds),
     )
 
 

@@ -196,7 +196,7 @@ def _simulated_good_turns(
     times in the simulation, whose answers end at other times; the number is scaled to as many turns
     as were due in the window."""
     reuse = made.reuse or PrefixReuse()
-    sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.seed)
+    sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.plan.seed)
     begins = {
         int(level.session[one]): float(level.due[one]) for one in np.flatnonzero(level.turn == 0)
     }
