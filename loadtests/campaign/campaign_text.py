@@ -19,7 +19,7 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.errors import printable
 from crossover.serving.capacity.slo import LIMITS
-from crossover.serving.workload.request_lengths import in_words
+from crossover.serving.workload.request_lengths import lengths_in_words
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
@@ -89,7 +89,7 @@ def _requirements(campaign: Campaign) -> str:
     ]
     return (
         f"SLO {slo.name}: {', '.join(limits) or 'no limits'} for {100 * slo.target:.4g} % of "
-        f"requests; {in_words(campaign.workload)}"
+        f"requests; {lengths_in_words(campaign.workload)}"
     )
 
 
@@ -139,7 +139,7 @@ def _show_cell(
         if not level.is_burst:
             console.print(f"  {level_text(level, record.campaign.slo, unit_rate)}")
     if capacity is not None:
-        console.print(capacity_text.in_words(capacity, unit_rate))
+        console.print(capacity_text.capacity_in_words(capacity, unit_rate))
         details = (
             capacity.reason,
             capacity_text.speed_words(capacity),

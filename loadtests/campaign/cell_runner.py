@@ -23,7 +23,7 @@ from crossover.loadtests.campaign.next_measurement import (
     CellProgress,
     Measurement,
     RestartServer,
-    Stop,
+    StopMeasuring,
     next_measurement,
 )
 from crossover.loadtests.campaign.progress import Progress
@@ -38,7 +38,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
 )
 from crossover.loadtests.capacity.sharper_slo import advice
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from crossover.loadtests.levels.disturbance import in_words
+from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
@@ -91,7 +91,7 @@ class CellRun:
         """
         state, interruptions = self.state, 0
         for _ in range(MAX_SERVER_STARTS):
-            if state.levels and isinstance(self.next_measurement(), Stop):
+            if state.levels and isinstance(self.next_measurement(), StopMeasuring):
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
@@ -137,7 +137,7 @@ class CellRun:
         progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
         return next_measurement(progress)
 
-    def _measure(self) -> RestartServer | Stop | None:
+    def _measure(self) -> RestartServer | StopMeasuring | None:
         """Measure until this server has nothing left to measure; return the decision that ended it.
 
         None: other processes disturbed the measurements for as long as the campaign waits for an
@@ -148,7 +148,7 @@ class CellRun:
             match measurement:
                 case RestartServer():
                     return measurement
-                case Stop(reason):
+                case StopMeasuring(reason):
                     self.progress.log(f"  nothing more is measured: {reason}")
                     return measurement
                 case Calibrate(seconds):
@@ -166,7 +166,7 @@ class CellRun:
         unit_rate = capacity_text.common_rate([capacity])
         self.progress.log(f"  {level_text(level, self.slo, unit_rate)}")
         if level.rate and not self.campaign.search.rates:
-            words = capacity_text.in_words(capacity)
+            words = capacity_text.capacity_in_words(capacity)
             self.progress.set_status(self.state.key, words)
             self.progress.log(f"  so far: {words}")
         return True
@@ -229,7 +229,7 @@ class CellRun:
             )
         )
         if calibration.step_times is not None:
-            words = capacity_text.in_words(capacity_of(state))
+            words = capacity_text.capacity_in_words(capacity_of(state))
         else:
             words = f"no step-time model, {calibration.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
@@ -259,7 +259,7 @@ class CellRun:
             if not disturbance or not disturbance.is_set_aside:
                 return level
             say(f"  {level_text(level, self.slo)}", style="yellow")
-            cause = in_words(disturbance)
+            cause = disturbance_in_words(disturbance)
             if not may_wait:
                 state.record(journal.NeverQuiet(cell=state.key, reason=cause))
                 say(f"  the machine was never idle: {cause}; measuring nothing more", "yellow")

@@ -32,7 +32,11 @@ from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
+from crossover.loadtests.load_generator.openai_endpoint import (
+    TargetFacts,
+    probe_endpoint,
+    route_words,
+)
 from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample
@@ -301,7 +305,7 @@ def wait_until_serving(server: CellServer, progress: Progress) -> TargetFacts:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)
         try:
-            return probe(server.target)
+            return probe_endpoint(server.target)
         except LoadError as problem:
             if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise

@@ -14,7 +14,7 @@ from crossover.loadtests.levels.level_warnings import level_warnings
 from crossover.loadtests.levels.percentiles import PERCENTILES, distribution
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import probe
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
 from crossover.models import formatting
 from crossover.serving.capacity.slo import Slo
@@ -32,7 +32,7 @@ def measure(load: LoadPlan) -> Level:
         LoadGenerator(log=Path(folder) / "log") as generator,
     ):
         progress.tick(f"probing {url}")
-        facts = probe(load.target)
+        facts = probe_endpoint(load.target)
         load = msgspec.structs.replace(load, facts=facts)
         progress.say(f"{url}: model {facts.model}")
         for note in facts.notes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from crossover.loadtests.selftest.selftest import Row
+    from crossover.loadtests.selftest.selftest import Check
 
 
 def selftest() -> None:
@@ -27,7 +27,7 @@ def selftest() -> None:
         raise typer.Exit(1)
 
 
-def show_selftest(rows: Sequence[Row]) -> None:
+def show_selftest(rows: Sequence[Check]) -> None:
     """Print a line for each check."""
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,7 @@
 """How much CPU time was taken from the engine during a level, and by whom.
 
     disturbance = disturbance_of(samples)     # CoresSample, as crossover.loadtests.host reads them
-    disturbance.share, disturbance.is_disturbed, in_words(disturbance)
+    disturbance.share, disturbance.is_disturbed, disturbance_in_words(disturbance)
 
 The kernel tells how long a thread was ready and had no core, but not who ran meanwhile. So the
 delay is divided in proportion to the CPU time that other processes (S) and Crossover's own
@@ -99,7 +99,7 @@ def is_slight(disturbance: Disturbance) -> bool:
     return (disturbance.share or 0.0) <= MAX_SLIGHT_SHARE
 
 
-def in_words(disturbance: Disturbance) -> str:
+def disturbance_in_words(disturbance: Disturbance) -> str:
     """Return what disturbed a level: "`make` (pid 123) took 34 % of ..."."""
     share = disturbance.share or 0.0
     return f"{disturbance.who} took {share:.0%} of the CPU time that the engine needed"

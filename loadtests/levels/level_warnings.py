@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from crossover.loadtests.levels.disturbance import in_words
+from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.percentiles import distribution
 from crossover.loadtests.records.resource_sample import ResourceSample
@@ -165,4 +165,4 @@ def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Observations
     disturbance = level.finished and level.finished.disturbance
     if disturbance and disturbance.is_disturbed:
         seriousness = SERIOUS if disturbance.is_set_aside else WARNING
-        yield DISTURBED, seriousness, in_words(disturbance)
+        yield DISTURBED, seriousness, disturbance_in_words(disturbance)

@@ -13,7 +13,9 @@ ended when all requests that count have ended.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -23,19 +25,21 @@ import gevent
 import gevent.event
 import msgspec
 
-from crossover.loadtests.host.precise_timer import Alarm
 from crossover.loadtests.load_generator.completion_chunk import ReasoningWatch
 from crossover.loadtests.load_generator.conversation import Conversation
 from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import pool_for, probe
-from crossover.loadtests.load_generator.request_factory import Request, RequestFactory
+from crossover.loadtests.load_generator.openai_endpoint import pool_for, probe_endpoint
+from crossover.loadtests.load_generator.request_factory import ReadyRequest, RequestFactory
 from crossover.loadtests.load_generator.sse_timestamps import GaveUp, stream
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.conversations import Session
 
 END_SECONDS = 10.0  # maximum time that requests take to end after they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
+_CLOCK_MONOTONIC = 1
+_TFD_TIMER_ABSTIME = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Dispatcher:
@@ -49,13 +53,13 @@ class Dispatcher:
         self._plan = plan = load.plan
         self._report = report
         self._pool = pool_for(load.target)
-        facts = load.facts or probe(load.target, self._pool)
+        facts = load.facts or probe_endpoint(load.target, self._pool)
         self._factory = factory = RequestFactory(load, facts, self._pool)
         # What is sent: conversations, or requests at scheduled times (open loop), or one request as
         # soon as another has ended (closed loop).
         self._sessions: list[tuple[float, Conversation, Session]] = []
-        self._scheduled: list[Request] = []
-        self._next_requests: Iterator[Request] = iter(())
+        self._scheduled: list[ReadyRequest] = []
+        self._next_requests: Iterator[ReadyRequest] = iter(())
         if load.has_sessions:
             self._sessions = factory.conversations()
         elif plan.concurrency is None:
@@ -123,9 +127,8 @@ class Dispatcher:
         """Whether a request is due before the end of the window."""
         return record.scheduled_seconds < self._plan.duration_seconds
 
-    def _dispatch(self, requests: Sequence[Request]) -> None:
-        """Send each request at its scheduled time, by a kernel timer: gevent's own timers are up to
-        1 ms late."""
+    def _dispatch(self, requests: Sequence[ReadyRequest]) -> None:
+        """Send each request at its scheduled time, by a kernel timer."""
         hub = gevent.get_hub()
         alarm_watcher = hub.loop.io(self._alarm.fd, 1)
         try:
@@ -263,6 +266,38 @@ class Dispatcher:
                 reason = "scheduled after the window; all requests that count have ended"
             gevent.killall(unfinished, exception=GaveUp(reason), block=False)
             gevent.joinall(unfinished, timeout=END_SECONDS)
+
+
+class Alarm:
+    """A kernel timer, timerfd_create(2): its file descriptor becomes readable some 50 us after the
+    moment that is set.
+
+    The timers of event loops are rounded to milliseconds, which would be most of the error of a
+    measured TTFT.
+    """
+
+    def __init__(self) -> None:
+        self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "no timer (timerfd_create)")
+        # struct itimerspec: seconds and nanoseconds of an interval, which is not used, and of the
+        # time of expiration.
+        self._spec = (ctypes.c_long * 4)()
+        self._address = ctypes.byref(self._spec)
+
+    def set(self, moment: float) -> None:
+        """Expire at `moment` on time.perf_counter (CLOCK_MONOTONIC), or at once if that is past.
+        This replaces an earlier setting, whether or not it has expired."""
+        seconds = int(moment)
+        self._spec[2] = seconds
+        self._spec[3] = max(1, int((moment - seconds) * 1e9))  # zero would disarm the timer
+        if _libc.timerfd_settime(self.fd, _TFD_TIMER_ABSTIME, self._address, None) != 0:
+            raise OSError(ctypes.get_errno(), "the timer cannot be set")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _busy_seconds() -> float:

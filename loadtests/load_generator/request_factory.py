@@ -26,7 +26,7 @@ MAX_CLOSED_SESSIONS = 1_000  # sessions of a closed loop that ends by time alone
 MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: about 2 GB of text
 
 
-class Request(NamedTuple):
+class ReadyRequest(NamedTuple):
     """One request that is ready to send: its bytes, and its record with the fields known so far."""
 
     wire: bytes
@@ -40,7 +40,7 @@ class RequestFactory:
         self._load, self._facts, self._pool = load, facts, pool
         self._maker = PromptMaker(load.plan.seed, facts.fixed_tokens, facts.word_tokens)
 
-    def scheduled(self) -> list[Request]:
+    def scheduled(self) -> list[ReadyRequest]:
         """Return all requests of an open loop in the order of their scheduled times.
 
         Raises LoadError if their prompts have more than MAX_LEVEL_TOKENS.
@@ -59,7 +59,7 @@ class RequestFactory:
                 f"{MAX_LEVEL_TOKENS:,} can be prepared. Lower the rate, the duration or "
                 "the lengths"
             )
-        requests: list[Request] = []
+        requests: list[ReadyRequest] = []
         for spec, scheduled_seconds in zip(specs, due, strict=True):
             requests.append(self._request(spec, scheduled_seconds))
             if len(requests) % 512 == 0:
@@ -89,7 +89,7 @@ class RequestFactory:
         """Return the request of a turn, whose messages include the history."""
         return request_bytes(self._pool, self._load.target, self._facts, messages, output_tokens)
 
-    def endless(self) -> Iterator[Request]:
+    def endless(self) -> Iterator[ReadyRequest]:
         """Yield requests of a closed loop without end. They are scheduled at 0; whoever sends one
         replaces that time."""
         yielded_count, drawn_count = 0, 256
@@ -107,7 +107,7 @@ class RequestFactory:
         due: list[float] = due_times(load.arrivals, rate, seconds, plan.seed).tolist()
         return due
 
-    def _request(self, spec: RequestSpec, scheduled_seconds: float) -> Request:
+    def _request(self, spec: RequestSpec, scheduled_seconds: float) -> ReadyRequest:
         load = self._load
         text, tokens = self._maker.make(spec)
         record = RequestRecord(
@@ -119,4 +119,4 @@ class RequestFactory:
             requested_output_tokens=spec.output_tokens,
         )
         wire = request_bytes(self._pool, load.target, self._facts, text, spec.output_tokens)
-        return Request(wire, record)
+        return ReadyRequest(wire, record)

@@ -79,7 +79,7 @@ class RunRecords:
     def __init__(self, folder: Path) -> None:
         """Raises BadRunFolder."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = read_run_manifest(folder)
         self._broken: dict[str, list[int]] = {}  # file -> numbers (1..) of lines that are no record
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
@@ -142,7 +142,7 @@ class RunFolder(RunRecords):
     def __init__(self, folder: Path) -> None:
         """Open an existing run to continue it. Raises BadRunFolder, and writes nothing if there is
         no run in the folder."""
-        version = read_manifest(folder).format_version
+        version = read_run_manifest(folder).format_version
         if version != FORMAT_VERSION:
             raise BadRunFolder(
                 f"{folder} has format_version {version}, and runs are written as {FORMAT_VERSION}. "
@@ -322,7 +322,7 @@ def _in_the_current_format(line: bytes) -> bytes:
     return msgspec.json.encode(event)
 
 
-def read_manifest(folder: Path) -> RunManifest:
+def read_run_manifest(folder: Path) -> RunManifest:
     """Return the manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:

@@ -42,7 +42,7 @@ from crossover.loadtests.levels.level_warnings import send_delay_p99
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import Target, probe
+from crossover.loadtests.load_generator.openai_endpoint import Target, probe_endpoint
 from crossover.loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
@@ -139,7 +139,11 @@ class Bench:
         """Run one level on the server at `url`, as a campaign does."""
         target = Target(url=url, api="chat" if is_chat else "completions")
         load = LoadPlan(
-            target=target, plan=plan, workload=workload, drain_seconds=20.0, facts=probe(target)
+            target=target,
+            plan=plan,
+            workload=workload,
+            drain_seconds=20.0,
+            facts=probe_endpoint(target),
         )
         records: list[RequestRecord] = []
         with connect(url) as pool:
@@ -167,9 +171,9 @@ def open_bench() -> Iterator[Bench]:
             yield Bench(folder, generator, layout.engine[:1])
 
 
-def times(bench: Bench) -> list[Row]:
+def times(bench: Bench) -> list[Check]:
     """Times of chunks of one and of four tokens. A third of the answers stall."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     for chunk in (1, 4):
         truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 0.6}
         records, _, log = bench.load(50.0, WARM_UP_SECONDS + 3.0, 48, **truth)
@@ -178,14 +182,14 @@ def times(bench: Bench) -> list[Row]:
     return rows
 
 
-def counts(bench: Bench) -> list[Row]:
+def counts(bench: Bench) -> list[Check]:
     """Failures of every kind in one level, on a server that is too slow for its load."""
     truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "cut_every": 5}
     records, _, log = bench.load(60.0, 2.0, 8, **truth)
     return failure_rows("failures and refusals", records, log)
 
 
-def conversations(bench: Bench) -> list[Row]:
+def conversations(bench: Bench) -> list[Check]:
     """Turns that send their histories again, to a server that reasons before it answers. It cuts
     off some answers; these sessions end there, and their missing turns are failures.
     """
@@ -204,7 +208,7 @@ def conversations(bench: Bench) -> list[Row]:
     return conversation_rows("conversations", records, log, workload)
 
 
-def pace(bench: Bench) -> list[Row]:
+def pace(bench: Bench) -> list[Check]:
     """Poisson arrivals at a rate that one core should sustain easily."""
     records, account, log = bench.load(RATE, PACE_SECONDS, 1, ttft=0.01)
     arrivals = np.sort(np.array([entry["arrived"] for entry in log.values()]))
@@ -212,27 +216,27 @@ def pace(bench: Bench) -> list[Row]:
     answered_count = sum(record.error is None for record in records)
     cpu_share = account.cpu_seconds / PACE_SECONDS
     return [
-        Row(world, "answers", len(log), answered_count, 0),
+        Check(world, "answers", len(log), answered_count, 0),
         send_delay_row(world, records, 0.002),
-        Row(world, "client CPU of one core", None, cpu_share, 0.5),
+        Check(world, "client CPU of one core", None, cpu_share, 0.5),
         arrival_row(world, arrivals, RATE),
     ]
 
 
-def limit(bench: Bench) -> list[Row]:
+def limit(bench: Bench) -> list[Check]:
     """Capacity of servers that batch by a step-time model. All WORLDS run at the same time, since
     their servers mostly sleep."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     with ExitStack() as stack:
         processes = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
         for name, child, log in processes:
             if child.wait(WORLD_SECONDS) != 0:
                 raise LoadError(f"{name}: no limit was found ({child.how_it_ended()})")
-            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Row])
+            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Check])
     return rows
 
 
-def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
+def _rows_of_world(name: str, ready_folder: Path) -> list[Check]:
     """Measure the capacity in one of WORLDS, with a load generator of its own.
 
     Each world creates a file in `ready_folder` when its load generator has started, and measures
@@ -278,14 +282,14 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
     return capacity_rows(name, result, *true_rates)
 
 
-def run_selftest(progress: Progress) -> list[Row]:
+def run_selftest(progress: Progress) -> list[Check]:
     """Run all parts and return their rows.
 
     A part in which only times are off is run once more, since a hiccup of the machine does not come
     back. Counts must be right the first time. Raises LoadError if a part cannot run.
     """
     parts = (times, counts, conversations, pace, limit)
-    rows: list[Row] = []
+    rows: list[Check] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
             title = (part.__doc__ or "").partition(".")[0]
@@ -302,7 +306,7 @@ def run_selftest(progress: Progress) -> list[Row]:
 # What follows compares the client's records with the server's log. It has no side effects.
 
 
-class Row(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True):
     """One comparison: a line of the table that the self-test prints."""
 
     world: str  # the server and its load
@@ -320,17 +324,17 @@ class Row(msgspec.Struct, frozen=True):
         return abs(self.measured - (self.truth or 0.0)) <= self.limit * (1 + 1e-9)
 
 
-def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Check]:
     """Compare TTFT, TPOT and E2E at three quantiles, and the longest gap between chunks.
 
     The truth is when the server had received the request and when it wrote each chunk, so that the
     client's delays in sending and receiving count as errors.
     """
     answered = [record for record in records if log.get(record.request_id or "", {}).get("chunks")]
-    rows = [Row(world, "answers", len(log), len(answered), 0)]
+    rows = [Check(world, "answers", len(log), len(answered), 0)]
     timed = [record for record in answered if record.scheduled_seconds >= WARM_UP_SECONDS]
     if not timed:
-        return [*rows, Row(world, "times", None, None, 0)]
+        return [*rows, Check(world, "times", None, None, 0)]
     entries, level = [log[record.request_id or ""] for record in timed], level_of(timed)
     arrivals = np.array([entry["arrived"] for entry in entries])
     first_chunks = np.array([entry["chunks"][0] for entry in entries])
@@ -348,7 +352,7 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
     longest_gap, measured_gap = float(gaps.max()), float(level.itl.max(initial=0.0))
     limit = max(MAX_TIME_ERROR * longest_gap, 0.001)
-    rows.append(Row(world, "longest gap, s", longest_gap, measured_gap, limit))
+    rows.append(Check(world, "longest gap, s", longest_gap, measured_gap, limit))
     return rows
 
 
@@ -358,18 +362,18 @@ def _quantile_rows(
     true_times: npt.NDArray[np.float64],
     measured_times: npt.NDArray[np.float64],
     quantiles: Sequence[float],
-) -> list[Row]:
+) -> list[Check]:
     """Compare two arrays of times in seconds, each [requests], at some of their quantiles."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     for q in quantiles:
         truth = float(np.quantile(true_times, q, method="inverted_cdf"))
         measured = float(np.quantile(measured_times, q, method="inverted_cdf"))
         limit = max(MAX_TIME_ERROR * truth, FLOOR_SECONDS[name])
-        rows.append(Row(world, f"{name} p{q * 100:g}, s", truth, measured, limit))
+        rows.append(Check(world, f"{name} p{q * 100:g}, s", truth, measured, limit))
     return rows
 
 
-def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Check]:
     """Compare the numbers of whole, refused and cut-off answers with the server's."""
 
     def true_outcome(entry: Mapping[str, Any]) -> str:
@@ -382,14 +386,14 @@ def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list
     true_counts = Counter(true_outcome(entry) for entry in log.values())
     measured_counts = Counter(names.get(failure, failure or "") for failure in failures)
     return [
-        Row(world, name, true_counts[name], measured_counts[name], 0)
+        Check(world, name, true_counts[name], measured_counts[name], 0)
         for name in sorted(true_counts | measured_counts)
     ]
 
 
 def conversation_rows(
     world: str, records: Sequence[RequestRecord], log: Log, workload: Workload
-) -> list[Row]:
+) -> list[Check]:
     """Compare the turns of all sessions, sent or missing; the tokens found in the server's cache;
     how long after its think time each turn was sent; and TTFA, behind the reasoning."""
     sent = [record for record in records if record.request_id in log]
@@ -416,20 +420,20 @@ def conversation_rows(
             think_seconds = sessions[record.session].turns[record.turn or 0].think_seconds
             delays.append((record.sent_seconds or 0.0) - previous.ended_seconds - think_seconds)
     rows = [
-        Row(world, "turns on the wire", len(log), len(sent), 0),
-        Row(world, "turns of sessions that ended early", drawn_turns, recorded_turns, 0),
-        Row(world, "turns that never came", None, len(missing), len(records)),
-        Row(world, "tokens found in the cache", true_cached_tokens, cached_tokens, 0),
+        Check(world, "turns on the wire", len(log), len(sent), 0),
+        Check(world, "turns of sessions that ended early", drawn_turns, recorded_turns, 0),
+        Check(world, "turns that never came", None, len(missing), len(records)),
+        Check(world, "tokens found in the cache", true_cached_tokens, cached_tokens, 0),
     ]
     if not delays or not answered:
-        return [*rows, Row(world, "times", None, None, 0)]
-    rows.append(Row(world, "turn behind its think time, s", None, max(delays), 0.01))
+        return [*rows, Check(world, "times", None, None, 0)]
+    rows.append(Check(world, "turn behind its think time, s", None, max(delays), 0.01))
     true_ttfa = np.array([entry["first_answer"] - entry["arrived"] for entry in entries])
     rows += _quantile_rows(world, "TTFA", true_ttfa, level_of(answered).ttfa, (0.5, 0.95))
     return rows
 
 
-def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> Row:
+def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> Check:
     """Compare arrivals at the server (ascending, seconds) with a Poisson process of `rate`
     requests/s.
 
@@ -441,18 +445,18 @@ def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> R
     counts, _ = np.histogram(arrivals, bins=windows)
     dispersion = float(counts.var(ddof=1) / counts.mean())
     max_difference = DISPERSION_SIGMA * math.sqrt(2 / windows)
-    return Row(world, "index of dispersion", 1.0, dispersion, max_difference)
+    return Check(world, "index of dispersion", 1.0, dispersion, max_difference)
 
 
-def send_delay_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
+def send_delay_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Check:
     """Compare the 99th percentile of the send delay with its limit."""
     delay = send_delay_p99(level_of(records))
-    return Row(world, "send delay p99, s", None, delay, limit_seconds)
+    return Check(world, "send delay p99, s", None, delay, limit_seconds)
 
 
 def capacity_rows(
     world: str, result: Capacity, true_rate: float, max_rate: float, min_rate: float
-) -> list[Row]:
+) -> list[Check]:
     """Compare a measured capacity with the true one, requests/s.
 
     The estimate must be within MAX_CAPACITY_ERROR of the truth, its interval must contain the
@@ -466,8 +470,8 @@ def capacity_rows(
     max_error = max(MAX_CAPACITY_ERROR * true_rate, max_rate * (1 + MAX_CAPACITY_ERROR) - true_rate)
     max_confirmed = max_rate * (1 + MAX_CONFIRMED_EXCESS)
     return [
-        Row(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
-        Row(world, "confirmed, requests/s", None, result.confirmed_rate, max_confirmed),
+        Check(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
+        Check(world, "confirmed, requests/s", None, result.confirmed_rate, max_confirmed),
     ]
 
 

@@ -26,7 +26,7 @@ from crossover.reports.report_data import GPU, CellData, ReportData
 from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.workload.request_lengths import in_words
+from crossover.serving.workload.request_lengths import lengths_in_words
 
 REFUSALS = {"refused", "http_503"}  # failures of requests for which a server has no room: 429, 503
 SHAPE_ADVICE = "the model's shape is not known (name one of `crossover models list` with --shape)"
@@ -95,7 +95,7 @@ def quick_answer(
         software=software,
         model=cell.model,
         created=data.manifest.created,
-        workload=in_words(data.workload),
+        workload=lengths_in_words(data.workload),
         mean_prompt_tokens=None if traffic is None else round(traffic.mean_prompt, 1),
         mean_output_tokens=None if traffic is None else round(traffic.mean_output, 1),
         slo=data.slo,

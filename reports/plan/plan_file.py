@@ -34,8 +34,7 @@ from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, length
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.toml_files import Table, converted, key
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
-from crossover.serving.workload.request_lengths import Workload, notes_of
-from crossover.serving.workload.request_lengths import in_words as lengths_in_words
+from crossover.serving.workload.request_lengths import Workload, lengths_in_words, notes_of
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 DEFAULT_FORMAT = "Q4_0"

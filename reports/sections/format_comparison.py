@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from crossover.loadtests.capacity.capacity_text import in_words
+from crossover.loadtests.capacity.capacity_text import capacity_in_words
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, RateInterval, ReportData
@@ -84,7 +84,9 @@ def _row(cell: CellData) -> tuple[str, ...]:
         cell.model,
         cell.device_words,
         cell.engine_words,
-        in_words(cell.capacity, cell.unit_rate) if cell.capacity is not None else cell.reason,
+        capacity_in_words(cell.capacity, cell.unit_rate)
+        if cell.capacity is not None
+        else cell.reason,
         reads,
         writes,
         formatting.size(cell.memory.peak_or_predicted_bytes),

@@ -66,7 +66,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 async def one_model(request: Request) -> dict[str, Any]:
-    """Return the model with this id, which may contain slashes. Raises UnknownModel."""
+    """Return the model with this id, which may contain slashes. Raises ModelNotServed."""
     models = request.registry.models
     for name, model in models.items():
         # Doubled and trailing slashes were removed from the path, so the name is compared alike.

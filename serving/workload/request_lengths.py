@@ -269,7 +269,7 @@ def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def in_words(workload: Workload) -> str:
+def lengths_in_words(workload: Workload) -> str:
     """Return the lengths as text: "chat lengths x 0.1, answers of at most 64 tokens"."""
     file = workload.file or workload.replay
     source = f"lengths of {file}" if file else f"{workload.preset} lengths"

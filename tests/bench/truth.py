@@ -253,7 +253,7 @@ def shown(rows: list[Row]) -> list[str]:
             "-" if row.error is None else f"{row.error:+.0%}{'' if row.covers else ' (outside)'}"
         )
         truth, plain = (f"{v:.3g}/s" if v else "-" for v in (row.truth, row.plain))
-        words = capacity_text.in_words(row.found)
+        words = capacity_text.capacity_in_words(row.found)
         out.append(f"| {row.cell} | {words} | {levels} | {truth} | {plain} | {error} |")
     known = [row for row in rows if row.truth is not None]
     within = sum(abs(row.error or 9.0) <= WITHIN for row in known)

@@ -10,7 +10,7 @@ import pytest
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.cell_runner import cell_progress
 from crossover.loadtests.campaign.next_measurement import (
-    Stop,
+    StopMeasuring,
     next_measurement,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
@@ -164,7 +164,7 @@ def test_the_journal_alone_decides_each_measurement(tmp_path: Path) -> None:
     assert len(decided) == 2
     whole = CellRecord(run.events, plan, cell, list(levels.values()))
     last = next_measurement(cell_progress(whole, whole.blocks[1], confirms=True))
-    assert isinstance(last, Stop) and "near the estimated capacity" in last.reason
+    assert isinstance(last, StopMeasuring) and "near the estimated capacity" in last.reason
 
 
 def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:

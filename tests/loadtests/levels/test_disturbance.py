@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossover.loadtests.levels.disturbance import disturbance_of, in_words, is_slight
+from crossover.loadtests.levels.disturbance import disturbance_in_words, disturbance_of, is_slight
 from crossover.loadtests.records.journal_events import Disturbance
 from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 
@@ -99,7 +99,7 @@ def test_a_tenth_is_slight() -> None:
 def test_it_names_who_took_most() -> None:
     hog, small = OtherProcess("make (j8)", 12, 0.5), OtherProcess("cron", 3, 0.01)
     busy = {"work_seconds": 0.4, "stalled_seconds": 0.6, "other_processes_seconds": 0.55}
-    assert in_words(found_in(part(**busy, other_processes=[hog, small]))) == (
+    assert disturbance_in_words(found_in(part(**busy, other_processes=[hog, small]))) == (
         "`make (j8)` (pid 12) took 58% of the CPU time that the engine needed"
     )
     for parts, who in (

@@ -38,8 +38,8 @@ from crossover.loadtests.records.run_folder import (
     REQUESTS,
     SAMPLES,
     RunFolder,
-    read_manifest,
     read_records,
+    read_run_manifest,
 )
 from tests.loadtests.records.written import MANIFEST_RECORD, finished, record, started
 
@@ -242,13 +242,13 @@ def test_another_format_is_refused(tmp_path: Path, version: int, other: str) -> 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRunFolder, match="is not a run folder"):
-        read_manifest(tmp_path)
+        read_run_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text(f'{{"format_version": {FORMAT_VERSION}}}')
     with pytest.raises(BadRunFolder, match="is not a manifest: .*run_id"):
-        read_manifest(tmp_path)
+        read_run_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(b'{"format_version": %d, "run_id": "\xff"}' % FORMAT_VERSION)
     with pytest.raises(BadRunFolder, match="is not a manifest: .*0xff"):
-        read_manifest(tmp_path)
+        read_run_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("name", [LOCK, REQUESTS, "logs", "logs/server.log"])

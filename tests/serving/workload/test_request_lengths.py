@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.serving.workload.request_lengths import PRESETS, Workload, draw, in_words
+from crossover.serving.workload.request_lengths import PRESETS, Workload, draw, lengths_in_words
 
 
 def test_no_answer_is_longer_than_is_asked():
@@ -62,7 +62,7 @@ def test_scaled_lengths_keep_their_shape():
     ],
 )
 def test_lengths_are_said_in_words(workload, words):
-    assert in_words(workload) == words
+    assert lengths_in_words(workload) == words
 
 
 @pytest.mark.parametrize(
