@@ -490,7 +490,7 @@ def _models_around_cpu_limit(
     unit_rate = min(rates, default=None)
     for name, predicted in chosen.items():
         rate = formatting.of_requests(formatting.rate(predicted.rate, like=unit_rate))
-        unloaded = f"{formatting.share(predicted.alone_share)} SLO attainment unloaded"
+        unloaded = f"{formatting.share(predicted.unloaded_attainment)} SLO attainment unloaded"
         progress.say(
             f"  {name}: capacity {rate if predicted.rate else 'none'} (predicted), {unloaded}"
         )
@@ -521,7 +521,7 @@ def models_around_limit(
             continue
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
         step_times_of[name] = step_times.slower(factor)
-        unloaded = SimulatedServer(step_times_of[name], settings, lengths).alone()
+        unloaded = SimulatedServer(step_times_of[name], settings, lengths).unloaded()
         if unloaded.meets(slo).mean() < slo.target:
             break
     return {

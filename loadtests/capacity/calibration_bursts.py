@@ -362,7 +362,7 @@ def request_seconds(
         prompt = prompt[is_known].astype(np.int64)
         cached = np.nan_to_num(level.cached_tokens[is_known]).astype(np.int64)
         lengths = Lengths(prompt, np.ones_like(prompt), cached)
-        modeled_ttft = Server(model, settings, lengths).alone().ttft
+        modeled_ttft = Server(model, settings, lengths).unloaded().ttft
         excess_seconds += (level.ttft[is_known] - modeled_ttft).tolist()
     if not excess_seconds:
         return None

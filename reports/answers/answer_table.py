@@ -204,7 +204,9 @@ def _simulated_single_stream(cell: CellData) -> Simulated | None:
     """Return simulated requests, one at a time; None: the configuration has no step-time model."""
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return None
-    return Server(cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
+    return Server(
+        cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals
+    ).unloaded()
 
 
 def _confirmed_cell(cell: CellData) -> TableCell:

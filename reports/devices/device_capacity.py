@@ -304,7 +304,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
 
 
 def _meets_slo_unloaded(server: Server, slo: Slo) -> bool:
-    return bool(server.alone().meets(slo).mean() >= slo.target)
+    return bool(server.unloaded().meets(slo).mean() >= slo.target)
 
 
 def _crossing(server: Server, slo: Slo) -> float:

@@ -133,7 +133,7 @@ def binding_limit(
     """
     if taken_share is not None and taken_share >= MIN_TAKEN:
         return by_other_processes(rate, taken_share)
-    unloaded = server.alone()
+    unloaded = server.unloaded()
     if unloaded.good(slo.ttft_seconds, slo.tpot_seconds).mean() < slo.target or not rate:
         return BindingLimit(kind=_unloaded(unloaded, slo), rate=0.0, taken_share=taken_share)
     simulated = server.play(rate)

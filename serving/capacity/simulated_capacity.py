@@ -1,7 +1,7 @@
 """The capacity of a simulated server: the rate at which SLO attainment equals the target.
 
     result = capacity(step_times, SchedulerSettings(slots=8), workload, SLO_PRESETS["chat"])
-    result.rate, result.steepness, result.alone_share
+    result.rate, result.steepness, result.unloaded_attainment
 
 Campaigns, sliders, other machines, GPUs and plans all use this one function. Rates count requests.
 If these are turns of conversations, conversations begin at the rate divided by their mean number of
@@ -120,7 +120,7 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     rate: float  # requests/s; 0.0: the SLO is missed unloaded, or at every rate
     steepness: float  # -d ln(rate) / d ln(step time), at least 1
-    alone_share: float  # SLO attainment unloaded, with one request at a time
+    unloaded_attainment: float  # SLO attainment unloaded, with one request at a time
     # Concurrent users at that rate: conversations in progress, including those whose users read
     # and think. None: the requests are independent.
     users: float | None = None
@@ -241,9 +241,9 @@ def capacity(
             workload, requests, SEED, reused_share, reuse=reuse, reasoning_share=reasoning_share
         )
     server = Server(step_times, settings, workload, arrivals, count=requests)
-    unloaded_share = float(server.alone().meets(slo).mean())
+    unloaded_share = float(server.unloaded().meets(slo).mean())
     if unloaded_share < slo.target:
-        return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
+        return SimulatedCapacity(rate=0.0, steepness=1.0, unloaded_attainment=unloaded_share)
     rate = server.crossing(slo)
     steepness = 1.0
     if rate > 0:
@@ -254,7 +254,7 @@ def capacity(
             steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
     users = server.users(rate) if rate > 0 else None
     return SimulatedCapacity(
-        rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
+        rate=rate, steepness=steepness, unloaded_attainment=unloaded_share, users=users
     )
 
 
@@ -317,7 +317,7 @@ class Server:
         self.count = count
         self.played: dict[float, Simulated] = {}  # by rate
 
-    def alone(self) -> Simulated:
+    def unloaded(self) -> Simulated:
         """Return the unloaded server: TTFT and TPOT of one request at a time, in closed form.
 
         Conversations come one after the other, so that a slot holds the whole history.
@@ -478,7 +478,7 @@ class Server:
         """Return the seconds from a conversation's start to each of its turns on an idle server."""
         turns = self.lengths.turns
         assert turns is not None
-        answer_seconds = self.alone().e2e
+        answer_seconds = self.unloaded().e2e
         previous_answer_seconds = np.concatenate([[0.0], answer_seconds[:-1]])
         gaps = np.where(turns.number > 0, turns.think_seconds + previous_answer_seconds, 0.0)
         elapsed = np.cumsum(gaps)

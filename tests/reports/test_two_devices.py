@@ -494,7 +494,7 @@ def test_the_simulated_ttft_of_a_single_request_has_its_time_outside_the_engine(
         assert cell.step_times and cell.policy and cell.traffic and cell.spec
         prompts = level.prompt_tokens.astype(np.int64)
         lengths = Lengths(prompts, np.ones_like(prompts), np.zeros_like(prompts))
-        simulated_ttft = Server(cell.step_times, cell.policy, lengths).alone().ttft.mean()
+        simulated_ttft = Server(cell.step_times, cell.policy, lengths).unloaded().ttft.mean()
         assert simulated_ttft == pytest.approx(level.ttft.mean(), rel=0.05)
         outside_seconds = cell.step_times.request_seconds
         # A GPU that nobody measured is predicted behind the same server.

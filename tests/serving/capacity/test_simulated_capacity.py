@@ -40,7 +40,7 @@ def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     n = min(len(due), 30_000)
     played = simulate(STEP_TIMES, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
     assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
-    assert found.alone_share == 1.0 and found.steepness >= 1.0
+    assert found.unloaded_attainment == 1.0 and found.steepness >= 1.0
 
 
 def test_the_steepness_is_that_of_a_slower_machine():
@@ -54,7 +54,7 @@ def test_the_steepness_is_that_of_a_slower_machine():
 
 def test_requests_that_fail_alone_have_no_capacity():
     found = capacity(STEP_TIMES.slower(20), POLICY, CHAT, SLO)
-    assert found.rate == 0.0 and found.alone_share < 0.9
+    assert found.rate == 0.0 and found.unloaded_attainment < 0.9
 
 
 def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():
