@@ -40,7 +40,7 @@ from crossover.loadtests.load_generator.load_options import (
     BY_HAND,
     LoadOptions,
     add_options,
-    plan_of,
+    plan_load,
 )
 from crossover.loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
 from crossover.loadtests.records.request_record import RequestRecord
@@ -69,8 +69,8 @@ def run_plans(environment: Environment, pipe: socket.socket) -> None:
 
     for line in pipe.makefile("rb"):
         try:
-            plan = msgspec.json.decode(line, type=LoadPlan)
-            dispatcher = Dispatcher(plan, lambda record: send(Recorded(record)))
+            load = msgspec.json.decode(line, type=LoadPlan)
+            dispatcher = Dispatcher(load, lambda record: send(Recorded(record)))
             send(Started(time.time() + LEAD_SECONDS))
             send(dispatcher.run(clock() + LEAD_SECONDS))
         except Exception as problem:  # otherwise it would be lost in this greenlet
@@ -109,11 +109,11 @@ class ManualLoad:
         if not self._is_worker:
             self._runner.register_message(LEVEL_ENDED, self._count_ended)
             try:
-                self._plan()  # so that wrong options are reported at once
+                self._plan_load()  # so that wrong options are reported at once
             except CrossoverError as problem:
                 raise SystemExit(printable(str(problem))) from None
 
-    def _plan(self) -> LoadPlan:
+    def _plan_load(self) -> LoadPlan:
         """Return the level of Locust's options, which a worker gets from its master. Raises
         CrossoverError."""
         values = {name: getattr(self._options, name) for name in BY_HAND} | self._own_options
@@ -129,7 +129,7 @@ class ManualLoad:
                 rate=options.rate / self._options.workers,
             )
         seconds = getattr(self._options, "seconds", self._default_seconds)
-        return plan_of(options, window_seconds=seconds)
+        return plan_load(options, seconds)
 
     def _start(self, **_: Any) -> None:
         """Begin a level. Locust calls this before it starts users, or before a master starts its
@@ -140,7 +140,7 @@ class ManualLoad:
             self._options.workers = self._running_processes = len(self._runner.clients.ready)
             return
         try:
-            self._dispatcher = Dispatcher(self._plan(), self._report)
+            self._dispatcher = Dispatcher(self._plan_load(), self._report)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2

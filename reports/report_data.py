@@ -138,7 +138,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         A rate is written in the unit of `CellData.unit_rate`.
         """
-        return formatting.load(self.level.rate, self.level.started.concurrency, like=unit_rate)
+        return formatting.load(self.level.rate, self.level.concurrency, like=unit_rate)
 
     def quantile(self, name: str, q: float) -> float | None:
         """Return a quantile of "ttft", "tpot", "e2e" or "send_delay", seconds; None: unknown."""

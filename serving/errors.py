@@ -72,7 +72,7 @@ class KvFull(ServingError):
     """A step did not fit in the KV pool; the KV cache is as it was before the step."""
 
 
-class UnknownModel(ServingError):
+class ModelNotServed(ServingError):
     """No model of this name is served, or several are served and the request names none."""
 
     parameter = "model"

@@ -11,7 +11,7 @@ import time
 from datetime import datetime
 from typing import NamedTuple, TextIO
 
-from crossover.serving.supervisor.engine_supervisor import Event
+from crossover.serving.supervisor.engine_supervisor import EngineEvent
 
 _UNLOGGED_EVENTS = ("started", "ready")  # other lines report these in more detail
 _MIN_SECONDS_BETWEEN = 3.0  # between two lines about the same progress
@@ -43,7 +43,7 @@ class ConsoleLog:
             self._out.write("".join(f"{line}\n" for line in lines))
             self._out.flush()
 
-    def event(self, event: Event) -> None:
+    def event(self, event: EngineEvent) -> None:
         """Write a line about an event of a supervisor, unless it is one of _UNLOGGED_EVENTS."""
         if event.kind in _UNLOGGED_EVENTS:
             return

@@ -226,7 +226,7 @@ class CampaignSession:
         """Measure until all cells are done. Raises Incomplete if nothing was measured."""
         for state in self._states:
             capacity = getattr(state.ended, "capacity", None)
-            words = capacity_text.in_words(capacity) if capacity else "waits"
+            words = capacity_text.capacity_in_words(capacity) if capacity else "waits"
             self._progress.set_status(state.key, words)
         with signals_interrupt():
             try:
@@ -313,7 +313,7 @@ class CampaignSession:
     def _finish_cell(self, state: CellState, capacity: journal.Capacity, position: str) -> None:
         """Record the capacity of a cell and print it."""
         state.record(journal.CellFinished(cell=state.key, capacity=capacity))
-        words = capacity_text.in_words(capacity)
+        words = capacity_text.capacity_in_words(capacity)
         self._progress.set_status(state.key, words)
         self._progress.say(f"{position}: {words}", style="bold")
         users = capacity_text.users_words(capacity)

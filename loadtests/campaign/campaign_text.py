@@ -31,7 +31,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     campaign, cells = campaign_of(run.manifest)
     measured = levels_of(run)
     is_complete = run.events and isinstance(run.events[-1], journal.RunFinished)
-    bursts = sum(level.started.is_burst for level in measured)
+    bursts = sum(level.is_burst for level in measured)
     console.print(
         f"run {run.manifest.run_id}: {'complete' if is_complete else 'not complete'}, "
         f"{len(measured) - bursts} levels, {bursts} bursts, "
@@ -153,10 +153,10 @@ def _show_cell(
     if record.choice is not None:
         console.print(f"fastest engine: {record.choice.reason}", style="dim")
     for level in record.levels:
-        if not level.started.is_burst:
+        if not level.is_burst:
             console.print(f"  {level_text(level, record.campaign.slo, unit_rate)}")
     if capacity is not None:
-        console.print(capacity_text.in_words(capacity, unit_rate))
+        console.print(capacity_text.capacity_in_words(capacity, unit_rate))
         details = (
             capacity.reason,
             capacity_text.speed_words(capacity),

@@ -16,22 +16,20 @@ import msgspec
 import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import Campaign
-from crossover.loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
+from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, level_text
 from crossover.loadtests.campaign.next_measurement import (
     CALIBRATION_SECONDS,
     Calibrate,
     CellProgress,
     Measurement,
     RestartServer,
-    RunLevel,
-    SingleStream,
-    Stop,
+    StopMeasuring,
     next_measurement,
 )
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from crossover.loadtests.capacity import capacity_text
-from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, request_seconds
+from crossover.loadtests.capacity.calibration_bursts import calibrate, request_seconds
 from crossover.loadtests.capacity.capacity_estimate import estimate
 from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
@@ -43,6 +41,7 @@ from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.batching_simulator import Reuse
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -94,7 +93,7 @@ class CellRun:
         """
         state, interruptions = self.state, 0
         for _ in range(MAX_SERVER_STARTS):
-            if state.levels and isinstance(self.next_measurement(), Stop):
+            if state.levels and isinstance(self.next_measurement(), StopMeasuring):
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
@@ -131,7 +130,7 @@ class CellRun:
         progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
         return next_measurement(progress)
 
-    def _measure(self) -> RestartServer | Stop | None:
+    def _measure(self) -> RestartServer | StopMeasuring | None:
         """Measure until this server has nothing left to measure; return the decision that ended it.
 
         None: other processes disturbed the measurements for as long as the campaign waits for an
@@ -142,32 +141,25 @@ class CellRun:
             match measurement:
                 case RestartServer():
                     return measurement
-                case Stop(reason):
+                case StopMeasuring(reason):
                     self.progress.log(f"  nothing more is measured: {reason}")
                     return measurement
                 case Calibrate(seconds):
                     self._calibrate(seconds)
-                case SingleStream(requests, seconds):
-                    spec = LevelSpec(requests=requests, window_seconds=seconds)
-                    if not self._measure_level(spec):
-                        return None
-                case RunLevel(rate, seconds, warmup_seconds):
-                    spec = LevelSpec(
-                        rate=rate, window_seconds=seconds, warmup_seconds=warmup_seconds
-                    )
-                    if not self._measure_level(spec):
+                case LevelPlan():
+                    if not self._measure_level(measurement):
                         return None
 
-    def _measure_level(self, spec: LevelSpec) -> bool:
+    def _measure_level(self, plan: LevelPlan) -> bool:
         """Measure a level and print what it shows; False: the machine did not become idle."""
-        level = self._level_that_counts(spec)
+        level = self._level_that_counts(plan)
         if level is None:
             return False
         capacity = capacity_of(self.state)
         unit_rate = capacity_text.common_rate([capacity])
         self.progress.log(f"  {level_text(level, self.slo, unit_rate)}")
         if level.rate and not self.campaign.search.rates:
-            words = capacity_text.in_words(capacity)
+            words = capacity_text.capacity_in_words(capacity)
             self.progress.set_status(self.state.key, words)
             self.progress.log(f"  so far: {words}")
         return True
@@ -182,7 +174,7 @@ class CellRun:
         recorded_bursts = {  # by their names without the number of the attempt
             level.name.rpartition(".")[0]: level
             for level in state.levels
-            if level.started.is_burst and not level.is_set_aside
+            if level.is_burst and not level.is_set_aside
         }
         number = 0
 
@@ -194,10 +186,8 @@ class CellRun:
                 return level
             for _ in range(MAX_BURST_TRIES):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-                spec = LevelSpec(
-                    burst=burst, window_seconds=CALIBRATION_SECONDS, counts_slight=True
-                )
-                level = self._attempt(spec, name)
+                plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
+                level = self._attempt(plan, name, counts_slight=True)
                 if not level.is_set_aside:
                     return level
             return None
@@ -233,7 +223,7 @@ class CellRun:
             )
         )
         if calibration.step_times is not None:
-            words = capacity_text.in_words(capacity_of(state))
+            words = capacity_text.capacity_in_words(capacity_of(state))
         else:
             words = f"no step-time model, {calibration.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
@@ -247,7 +237,7 @@ class CellRun:
         kind: Reuse = "checkpoints" if is_checkpointed else "any prefix"
         return measured_history_reuse(single_streams, kind)
 
-    def _level_that_counts(self, spec: LevelSpec) -> Level | None:
+    def _level_that_counts(self, plan: LevelPlan) -> Level | None:
         """Measure a level, and again after a pause as long as other processes disturb it.
 
         Disturbed levels and pauses count toward the campaign's wait_seconds, not toward the cell's
@@ -257,8 +247,8 @@ class CellRun:
         max_lost_seconds = min(self.campaign.wait_seconds, self.cell_block.until_seconds)
         while True:
             may_wait = state.lost_seconds < max_lost_seconds
-            spec = msgspec.structs.replace(spec, counts_slight=not may_wait)
-            level = self._attempt(spec, str(len(state.counted_levels) + 1))
+            number = str(len(state.counted_levels) + 1)
+            level = self._attempt(plan, number, counts_slight=not may_wait)
             disturbance = level.finished and level.finished.disturbance
             if not disturbance or not disturbance.is_set_aside:
                 return level
@@ -276,7 +266,7 @@ class CellRun:
             self.bench.wait(pause)
             state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
 
-    def _attempt(self, spec: LevelSpec, number: str) -> Level:
+    def _attempt(self, plan: LevelPlan, number: str, *, counts_slight: bool) -> Level:
         """Make one attempt at a level, under a name of its own, and record it if it is interrupted.
 
         Raises LevelInterrupted, ServerFailed.
@@ -285,7 +275,8 @@ class CellRun:
         name = state.next_level_name(number)
         seed = seed_of(self.campaign.seed, state.cell, name)
         try:
-            return self.bench.measure(msgspec.structs.replace(spec, name=name, seed=seed))
+            plan = msgspec.structs.replace(plan, seed=seed)
+            return self.bench.measure(name, plan, counts_slight=counts_slight)
         except LevelInterrupted as problem:
             spent = round(self.clock() - started_at, 3)
             state.record(
@@ -329,7 +320,7 @@ def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
     speeds = [
         float(np.nansum(level.requested_output_tokens) / np.nanmax(level.last))
         for level in levels
-        if level.started.is_burst and not level.is_set_aside and np.isfinite(level.last).any()
+        if level.is_burst and not level.is_set_aside and np.isfinite(level.last).any()
     ]
     if not speeds:
         return None

@@ -483,7 +483,7 @@ def _models_around_cpu_limit(
     unit_rate = min(rates, default=None)
     for name, predicted in chosen.items():
         rate = formatting.of_requests(formatting.rate(predicted.rate, like=unit_rate))
-        unloaded = f"{formatting.share(predicted.alone_share)} SLO attainment unloaded"
+        unloaded = f"{formatting.share(predicted.unloaded_attainment)} SLO attainment unloaded"
         progress.say(
             f"  {name}: capacity {rate if predicted.rate else 'none'} (predicted), {unloaded}"
         )
@@ -514,7 +514,7 @@ def models_around_limit(
             continue
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
         servers[name] = ServerModel(step_times.slower(factor), settings)
-        unloaded = servers[name].simulated(demand).alone()
+        unloaded = servers[name].simulated(demand).unloaded()
         if slo.met_by(unloaded).mean() < slo.target:
             break
     return {name: servers[name].capacity(demand, slo) for name in list(servers)[-count:]}

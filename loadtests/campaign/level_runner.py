@@ -1,7 +1,7 @@
 """Measures levels on the server of one cell and records them.
 
     with ServerBench(state, progress).open() as bench:
-        level = bench.measure(LevelSpec(name="cell#2.1", rate=2.0, window_seconds=60.0))
+        level = bench.measure("cell#2.1", LevelPlan(rate=2.0, window_seconds=60.0))
         level.judge(slo).verdict
 
 A level is whole or it does not count: LevelInterrupted is raised when the engine was restarted
@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 
@@ -25,24 +24,25 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.campaign.server_launch import CellServer
-from crossover.loadtests.capacity.calibration_bursts import Burst
 from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.host.listening_process import listening_pid
 from crossover.loadtests.host.resource_sampler import Sampler
 from crossover.loadtests.levels.disturbance import disturbance_of, is_slight
 from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
-from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan, Started
+from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
+from crossover.loadtests.load_generator.openai_endpoint import (
+    TargetFacts,
+    probe_endpoint,
+    route_words,
+)
 from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
-from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.models import formatting
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.workload.conversations import mean_turns_of
-from crossover.serving.workload.request_lengths import RequestSpec
 
 MAX_DRAIN_SECONDS = 300.0  # to wait for answers after the last scheduled time
 # A level waits for the answers of its last requests for twice the time that an answer within the
@@ -52,23 +52,6 @@ MAX_DRAIN_TOKENS = 1024.0
 CHECK_SECONDS = 0.5  # between two checks whether the server still runs
 DEATH_SECONDS = 1.0  # a process that dies closes its connections so much before it has ended
 ROUNDING_SECONDS = 1e-4  # more than recorded times are rounded by
-
-
-class LevelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A level to be measured: at a rate, one request at a time (`requests`), or a burst.
-
-    `name`, `seed` and `counts_slight` are those of one attempt at it.
-    """
-
-    window_seconds: float
-    warmup_seconds: float = 0.0
-    rate: float | None = None  # requests/s
-    requests: int | None = None  # maximum
-    burst: Burst | None = None
-    name: str = ""
-    seed: int = 0
-    # A slightly disturbed attempt counts, whether or not it meets the SLO.
-    counts_slight: bool = False
 
 
 class ServerBench:
@@ -133,40 +116,42 @@ class ServerBench:
         if sample.level is not None:
             self._samples.append(sample)
 
-    def measure(self, spec: LevelSpec) -> Level:
-        """Measure a level, record it and return it. Raises LevelInterrupted, LoadError."""
-        state, clock, plan = self.state, self._clock, self._plan(spec)
-        self.progress.tick(f"{spec.name}: starting the load generator")
+    def measure(self, name: str, plan: LevelPlan, *, counts_slight: bool = False) -> Level:
+        """Measure a level, record it and return it. Raises LevelInterrupted, LoadError.
+
+        `name`: of this attempt. `counts_slight`: a slightly disturbed attempt counts, whether or
+        not it meets the SLO.
+        """
+        state, clock = self.state, self._clock
+        load = self._load_plan(name, plan)
+        self.progress.tick(f"{name}: starting the load generator")
         engine_pids = self.server.engine_pids()
         began = checked_at = time.monotonic()
-        rows = LevelRows()
         started: LevelStarted | None = None
-        ended = Ended()
         time_before: EngineTime | None = None
-        has_failures = False
+
+        def on_start(unix_seconds: float) -> None:
+            nonlocal started, time_before
+            started = self._record_start(load, unix_seconds)
+            time_before = clock.read() if clock is not None else None
+
+        def on_tick(rows: LevelRows) -> None:
+            nonlocal checked_at
+            if time.monotonic() - checked_at > CHECK_SECONDS:
+                self._check(engine_pids)
+                checked_at = time.monotonic()
+            if started is not None:
+                self._show_progress(load, started, rows.count)
+
         try:
-            for message in self._generator.run(plan):
-                match message:
-                    case Started(unix_seconds):
-                        started = self._record_start(spec, plan, unix_seconds)
-                        time_before = clock.read() if clock is not None else None
-                    case RequestRecord():
-                        state.run.append_request(message)
-                        rows.add(message)
-                        has_failures |= message.error is not None
-                    case Ended():
-                        ended = message
-                    case None:
-                        if time.monotonic() - checked_at > CHECK_SECONDS:
-                            self._check(engine_pids)
-                            checked_at = time.monotonic()
-                        if started is not None:
-                            self._show_progress(plan, started, rows.count)
+            rows, ended = self._generator.level(
+                load, on_start=on_start, on_record=state.run.append_request, on_tick=on_tick
+            )
         finally:
             self._sampler.level = None
         assert started is not None
         self._check(engine_pids)
-        until = time.monotonic() + (DEATH_SECONDS if has_failures else 0.0)
+        until = time.monotonic() + (DEATH_SECONDS if rows.has_errors else 0.0)
         while time.monotonic() < until:
             time.sleep(0.05)
             self._check(engine_pids)
@@ -179,10 +164,10 @@ class ServerBench:
             is_ignored = state.campaign.disturbance == "ignore"
             disturbance = disturbance_of(self._sampler.cores, counts=is_ignored)
         # A closed loop, or a burst, is over with its last answer.
-        end = plan.duration_seconds if spec.rate else rows.last_seconds + ROUNDING_SECONDS
+        end = plan.duration_seconds if plan.rate else rows.last_seconds + ROUNDING_SECONDS
         finished = LevelFinished(
-            cell=started.cell,
-            level=started.level,
+            cell=load.cell,
+            level=name,
             due=rows.count,
             window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
             spent_seconds=round(time.monotonic() - began, 3),
@@ -191,33 +176,30 @@ class ServerBench:
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
-        level = judge_level(level, state.campaign.slo, self._samples, spec.counts_slight)
+        level = judge_level(level, state.campaign.slo, self._samples, counts_slight)
         state.finish_level(level)
         return level
 
-    def _show_progress(self, plan: LoadPlan, started: LevelStarted, answered: int) -> None:
+    def _show_progress(self, load: LoadPlan, started: LevelStarted, answered: int) -> None:
+        duration = load.plan.duration_seconds
         elapsed = time.time() - started.started_unix_seconds
-        remaining = formatting.duration(max(0.0, plan.duration_seconds - elapsed))
+        remaining = formatting.duration(max(0.0, duration - elapsed))
         self.progress.tick(
-            f"{plan.cell}, {plan.load_in_words}: {answered} answered, {remaining} left",
-            elapsed / plan.duration_seconds,
+            f"{load.cell}, {load.load_in_words}: {answered} answered, {remaining} left",
+            elapsed / duration,
         )
 
-    def _record_start(self, spec: LevelSpec, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
+    def _record_start(self, load: LoadPlan, unix_seconds: float) -> LevelStarted:
         """Record that the level has started. From now on, samples are of this level."""
         started = LevelStarted(
-            cell=plan.cell,
-            level=spec.name,
-            rate_per_second=spec.rate,
-            concurrency=plan.concurrency,
-            warmup_seconds=spec.warmup_seconds,
-            window_seconds=spec.window_seconds,
-            seed=spec.seed,
+            cell=load.cell,
+            level=load.level,
+            plan=load.plan,
             start=None if self.server.pid is None else self.state.starts,
             started_unix_seconds=unix_seconds,
         )
         self._samples.clear()
-        self._sampler.level = spec.name
+        self._sampler.level = load.level
         return self.state.record(started)
 
     def _check(self, engine_pids: list[int]) -> None:
@@ -229,35 +211,20 @@ class ServerBench:
         if self._sampler.failure is not None:
             raise self._sampler.failure
 
-    def _plan(self, spec: LevelSpec) -> LoadPlan:
+    def _load_plan(self, name: str, plan: LevelPlan) -> LoadPlan:
         """Return what the load generator is to send."""
         campaign = self.state.campaign
-        load: dict[str, Any]  # the fields of LoadPlan that define when requests are sent
-        if spec.burst is not None:
-            lengths = zip(spec.burst.prompt_tokens, spec.burst.output_tokens, strict=True)
-            requests = tuple(
-                RequestSpec(index, prompt, output) for index, (prompt, output) in enumerate(lengths)
-            )
-            load = {"asks": requests, "due": (0.0,) * len(requests)}
-        elif spec.rate is not None:
-            # The rate is of requests; a conversation has several.
-            load = {"rate": spec.rate / mean_turns_of(campaign.workload)}
-        else:
-            load = {"concurrency": 1, "requests": spec.requests}
         drain_seconds = _drain_seconds(campaign)
         return LoadPlan(
             target=self.server.target,
+            plan=plan,
             workload=campaign.workload,
             arrivals=campaign.arrivals,
-            warmup_seconds=spec.warmup_seconds,
-            window_seconds=spec.window_seconds,
             drain_seconds=drain_seconds,
-            follow_seconds=drain_seconds / 2 if spec.rate is not None else 0.0,
-            seed=spec.seed,
+            follow_seconds=drain_seconds / 2 if plan.rate is not None else 0.0,
             cell=self.state.key,
-            level=spec.name,
+            level=name,
             facts=self._facts,
-            **load,
         )
 
 
@@ -296,7 +263,7 @@ def judge_level(
 def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     """Return a level as a line: its load, in the unit that suits `unit_rate`, then counts, medians
     and verdict."""
-    if level.started.is_burst:
+    if level.is_burst:
         return f"a burst of {len(level.due)}"
     judged = level.judge(slo)
     verdict = _verdict_words(level, judged)
@@ -304,7 +271,7 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     ttft = formatting.seconds(level.quantile(level.ttft, 0.5), 3, "-")
     tpot = formatting.seconds(level.quantile(level.tpot, 0.5), 3, "-")
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
-    load = formatting.load(level.started.rate_per_second, level.started.concurrency, 3, unit_rate)
+    load = formatting.load(level.rate, level.concurrency, 3, unit_rate)
     achieved = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
     rates = f" offered, {achieved} achieved" if level.rate else ""
     return (
@@ -337,7 +304,7 @@ def wait_until_serving(server: CellServer, progress: Progress) -> TargetFacts:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)
         try:
-            return probe(server.target)
+            return probe_endpoint(server.target)
         except LoadError as problem:
             if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise

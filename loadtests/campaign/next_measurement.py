@@ -35,6 +35,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.slo import Slo, Verdict, requests_to_hold
 from crossover.serving.workload.conversations import session_seconds
@@ -56,25 +57,10 @@ RETRY_SHARE = 0.85  # of a rate that was not confirmed: the next rate is at most
 VERDICT_MARGIN = 1.05
 
 
-class SingleStream(NamedTuple):
-    """Send requests one at a time: at most `requests`, within `seconds`."""
-
-    requests: int
-    seconds: float
-
-
 class Calibrate(NamedTuple):
     """Send bursts within `seconds`, and fit the step-time model to them."""
 
     seconds: float
-
-
-class RunLevel(NamedTuple):
-    """Run a load level at a rate."""
-
-    rate: float  # requests/s
-    seconds: float  # of its window, after the warm-up
-    warmup_seconds: float
 
 
 class RestartServer(NamedTuple):
@@ -83,13 +69,13 @@ class RestartServer(NamedTuple):
     reason: str
 
 
-class Stop(NamedTuple):
+class StopMeasuring(NamedTuple):
     """Measure nothing more in this block."""
 
     reason: str
 
 
-Measurement = SingleStream | Calibrate | RunLevel | RestartServer | Stop
+Measurement = LevelPlan | Calibrate | RestartServer | StopMeasuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +153,11 @@ class TriedRate(NamedTuple):
 def next_measurement(progress: CellProgress) -> Measurement:
     """Return what to measure next, or why nothing more is measured."""
     search, capacity = progress.search, progress.capacity
-    single_stream = SingleStream(search.single_stream_requests, progress.max_single_stream_seconds)
+    single_stream = LevelPlan(
+        concurrency=1,
+        requests=search.single_stream_requests,
+        window_seconds=progress.max_single_stream_seconds,
+    )
     if not progress.single_streams:
         return single_stream
     if search.rates:
@@ -183,40 +173,40 @@ def next_measurement(progress: CellProgress) -> Measurement:
         if seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
     if not progress.confirms:
-        return Stop("this configuration is only estimated")
+        return StopMeasuring("this configuration is only estimated")
     if misses_unloaded:
-        return Stop("single-stream requests miss the SLO, in too few requests to be sure")
+        return StopMeasuring("single-stream requests miss the SLO, in too few requests to be sure")
     if capacity.method == "step_times" and progress.has_latency_limit:
         return _confirm_estimate(progress)
     return _search_by_levels(progress)
 
 
-def _given_rate(progress: CellProgress) -> RunLevel | Stop:
+def _given_rate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return a level at the next of the rates that the campaign lists."""
     rates, measured = progress.search.rates, len(progress.loaded)
     if measured >= len(rates):
-        return Stop("all rates of the campaign are measured")
-    return RunLevel(rates[measured], progress.min_level_seconds, progress.warmup_seconds)
+        return StopMeasuring("all rates of the campaign are measured")
+    return _open_loop(progress, rates[measured], progress.min_level_seconds)
 
 
 def _verify_unloaded(
-    progress: CellProgress, single_stream: SingleStream
-) -> SingleStream | RestartServer | Stop:
+    progress: CellProgress, single_stream: LevelPlan
+) -> LevelPlan | RestartServer | StopMeasuring:
     """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
     second level if it cannot be restarted."""
     start = progress.server_start
     if start is None:
         if len(progress.single_streams) < 2 and progress.left_seconds > 0:
             return single_stream
-        return Stop("the SLO is missed even without load")
+        return StopMeasuring("the SLO is missed even without load")
     if progress.capacity.starts >= 2:
-        return Stop("the SLO is missed even without load, on two starts")
+        return StopMeasuring("the SLO is missed even without load, on two starts")
     if all(level.started.start != start for level in progress.single_streams):
         return single_stream
     return RestartServer("the SLO is missed even without load; restarting the server to verify")
 
 
-def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
+def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return a level at 0.8 of the estimate, and then one more if that one did not meet the SLO or
     if the estimate is far above it.
 
@@ -225,18 +215,18 @@ def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
     capacity, loaded, start = progress.capacity, progress.loaded, progress.server_start
     estimate = capacity.estimated_rate
     if not estimate:
-        return Stop("by the step-time model no rate meets the SLO")
+        return StopMeasuring("by the step-time model no rate meets the SLO")
     # The offered rate, as the estimate is one; a little less may have been achieved.
     highest_met = max(progress.rates_with("meets"), default=0.0)
     needed_starts = min(progress.block, progress.search.starts)
     is_near = bool(capacity.confirmed_rate) and estimate <= NEAR_FACTOR * highest_met
     if is_near and capacity.starts >= needed_starts:
-        return Stop("the confirmed rate is near the estimated capacity")
+        return StopMeasuring("the confirmed rate is near the estimated capacity")
     on_this_start = [level for level in loaded if start in (None, level.started.start)]
     min_rate = MIN_TRY_SHARE * estimate
     tries = sum((level.rate or 0.0) >= min_rate for level in on_this_start)
     if tries >= (MAX_LEVELS if capacity.confirmed_rate else MAX_TRIES):
-        return Stop(f"{tries} levels near the estimated capacity are enough on one start")
+        return StopMeasuring(f"{tries} levels near the estimated capacity are enough on one start")
     if is_near and needed_starts > 1:  # this start must confirm the same rate
         return _confirming_level(progress, highest_met)
     rate = CONFIRMING_SHARE * min([estimate, *progress.rates_with("misses")])
@@ -245,23 +235,23 @@ def _confirm_estimate(progress: CellProgress) -> RunLevel | Stop:
     return _confirming_level(progress, rate)
 
 
-def _search_by_levels(progress: CellProgress) -> RunLevel | Stop:
+def _search_by_levels(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return the level that narrows the bounds of the capacity, and once they are close, the one
     that confirms the lower bound. Used if no step-time model fits."""
     first_rate = progress.capacity.estimated_rate or _single_stream_rate(progress)
     tried = _tried_rates(progress)
     rate = None if first_rate is None else next_rate(tried, first_rate)
     if rate is None:
-        return Stop("no rate is left to try")
+        return StopMeasuring("no rate is left to try")
     repeats = sum(level.rate == rate for level in progress.loaded)
     if repeats and not progress.rates_with("misses"):
         # Some level seemed to miss the SLO, but none has proved an upper bound of the capacity.
         _, lowest_missed = _bounds(tried)
         rate = NARROW * lowest_missed
     elif repeats > MAX_LEVELS or (repeats and progress.capacity.is_confirmed):
-        return Stop("the capacity is bounded closely enough")
+        return StopMeasuring("the capacity is bounded closely enough")
     level = _confirming_level(progress, rate, is_search=True)
-    return _bounding_level(progress) if isinstance(level, Stop) else level
+    return _bounding_level(progress) if isinstance(level, StopMeasuring) else level
 
 
 def _single_stream_rate(progress: CellProgress) -> float | None:
@@ -292,7 +282,7 @@ def _bounds(tried: Sequence[TriedRate]) -> tuple[float, float]:
 
 def _confirming_level(
     progress: CellProgress, rate: float, *, is_search: bool = False
-) -> RunLevel | Stop:
+) -> LevelPlan | StopMeasuring:
     """Return a level that is long enough to confirm the rate, or as long as the time left allows.
 
     `is_search`: there is no step-time model. Then it takes more requests to confirm a rate, and a
@@ -312,10 +302,10 @@ def _confirming_level(
         by_levels=is_search,
         min_level_seconds=progress.min_level_seconds,
     )
-    return RunLevel(rate, round(min(seconds, affordable), 1), progress.warmup_seconds)
+    return _open_loop(progress, rate, round(min(seconds, affordable), 1))
 
 
-def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
+def _bounding_level(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return a level that is too short to confirm a rate, but long enough to bound the capacity.
 
     It takes at most half of the time left if that is enough for a verdict, so that a second level
@@ -338,7 +328,7 @@ def _bounding_level(progress: CellProgress) -> RunLevel | Stop:
     # With this many requests some may miss the SLO; confirming_seconds has the formula.
     enough_seconds = min_requests / EXPECTED_ATTAINMENT_MARGIN**2 / rate
     seconds = min(affordable, max(min_seconds, min(enough_seconds, affordable / 2)))
-    return RunLevel(rate, round(seconds, 1), progress.warmup_seconds)
+    return _open_loop(progress, rate, round(seconds, 1))
 
 
 def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:
@@ -360,9 +350,15 @@ def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float 
     return next_rate(tried, lowest)
 
 
-def _too_little_time(progress: CellProgress) -> Stop:
+def _open_loop(progress: CellProgress, rate: float, window_seconds: float) -> LevelPlan:
+    return LevelPlan(
+        rate=rate, warmup_seconds=progress.warmup_seconds, window_seconds=window_seconds
+    )
+
+
+def _too_little_time(progress: CellProgress) -> StopMeasuring:
     left = formatting.duration(max(0.0, progress.left_seconds))
-    return Stop(f"the {left} left are too short for another level")
+    return StopMeasuring(f"the {left} left are too short for another level")
 
 
 def _rounded(rate: float) -> float:

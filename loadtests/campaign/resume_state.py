@@ -122,9 +122,7 @@ class CellRecord:
     @property
     def counted_levels(self) -> list[Level]:
         """The finished levels of load and single streams, without those that were set aside."""
-        return [
-            level for level in self.levels if not level.started.is_burst and not level.is_set_aside
-        ]
+        return [level for level in self.levels if not level.is_burst and not level.is_set_aside]
 
     def next_level_name(self, number: str) -> str:
         """Return the name of the next attempt at the level with this number: "cell#2.1"."""

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.level_plan import Burst
 from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Lengths, Server, lengths_of
@@ -72,17 +73,6 @@ MIN_CONTEXT_SHARE = 0.5
 LEAD_STEPS = 4
 STREAMS_PER_STEP = 8
 PROMPT_TOKENS_PER_STEP = 256
-
-
-class Burst(msgspec.Struct, frozen=True):
-    """Requests (streams) that are sent at one moment, in this order."""
-
-    prompt_tokens: tuple[int, ...]  # of each stream
-    output_tokens: tuple[int, ...]
-
-    @property
-    def streams(self) -> int:
-        return len(self.output_tokens)
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,7 +362,7 @@ def request_seconds(
         prompt = prompt[is_known].astype(np.int64)
         cached = np.nan_to_num(level.cached_tokens[is_known]).astype(np.int64)
         lengths = Lengths(prompt, np.ones_like(prompt), cached)
-        modeled_ttft = Server(model, settings, lengths).alone().ttft
+        modeled_ttft = Server(model, settings, lengths).unloaded().ttft
         excess_seconds += (level.ttft[is_known] - modeled_ttft).tolist()
     if not excess_seconds:
         return None

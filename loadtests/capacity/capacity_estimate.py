@@ -295,7 +295,7 @@ def _by_step_times(
             state="not_confirmed",
             method="step_times",
             reason=f"by the step-time model, SLO attainment unloaded is only "
-            f"{share(simulated.alone_share, 2)}",
+            f"{share(simulated.unloaded_attainment, 2)}",
         )
     # If the machine's speed changed, the interval covers both speeds: the capacity changes by the
     # ratio of the step times to the power of the steepness.

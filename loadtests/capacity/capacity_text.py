@@ -3,7 +3,7 @@
     >>> from crossover.loadtests.records.journal_events import Capacity
     >>> capacity = Capacity(state="confirmed", confirmed_rate=2.1, estimated_rate=2.42,
     ...                     low=2.04, high=2.87, method="step_times")
-    >>> in_words(capacity)
+    >>> capacity_in_words(capacity)
     'confirmed 2.1/s, estimated capacity 2.4/s (2.0–2.9)'
 
 Only a rate that ran long enough and met the SLO is called confirmed (`confirmed_rate`). `unit_rate`
@@ -39,7 +39,7 @@ def common_rate(capacities: Iterable[Capacity | None]) -> float | None:
     return min(max(rates), PER_MINUTE_RATE)
 
 
-def in_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
+def capacity_in_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
     """Return the confirmed rate and the estimated capacity, in one unit. None: not measured."""
     if capacity is None or capacity.state == "misses_slo_unloaded":
         return state_words(capacity)

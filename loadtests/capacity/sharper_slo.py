@@ -60,7 +60,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
         for key, value, easier_slo in alternatives:
             simulated = loaded.capacity(demand, easier_slo, QUICK_REQUESTS)
             if key == "target":  # the latency limits are unchanged
-                unloaded_share = simulated.alone_share
+                unloaded_share = simulated.unloaded_attainment
             width = math.exp(2 * Z_90 * step_sd * simulated.steepness)
             if simulated.rate > 0 and width <= MAX_WIDTH:
                 narrow.append(f"slo.{key} = {value} (about {formatting.rate(simulated.rate)})")

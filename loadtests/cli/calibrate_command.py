@@ -61,7 +61,7 @@ def _calibrate(options: CalibrateOptions) -> None:
         run_folder = run(plan_of(options), Path(folder), progress)
         machine_file = machine_file_of(read_records(run_folder))
     write_machine_file(out, machine_file)
-    typer.echo("\n".join([*in_words(machine_file), f"written: {options.out}"]))
+    typer.echo("\n".join([*speeds_in_words(machine_file), f"written: {options.out}"]))
 
 
 def plan_of(options: CalibrateOptions) -> Plan:
@@ -124,7 +124,7 @@ def machine_file_of(run: RunRecords) -> MachineFile:
     )
 
 
-def in_words(machine_file: MachineFile) -> list[str]:
+def speeds_in_words(machine_file: MachineFile) -> list[str]:
     """Return a line for each measured model, and a warning if other processes disturbed it."""
     from crossover.loadtests.levels.disturbance import MAX_TAKEN_SHARE
     from crossover.models.formatting import significant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossover.loadtests.errors import Incomplete, LoadError
-from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
+from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_load
 from crossover.serving.capacity.slo import parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Count, Positive
@@ -43,12 +43,11 @@ def _load(options: CommandOptions) -> None:
         raise LoadError(f"--slo: {problem}") from None
     try:
         with signals_interrupt():
-            level = measure(
-                plan_of(options, concurrency=options.concurrency, window_seconds=options.duration)
-            )
+            load = plan_load(options, options.duration, options.concurrency)
+            level = measure(load)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
-    show_level(level, slo, has_sessions=parse_workload(options.workload).has_sessions)
+    show_level(level, slo, load.workload)
 
 
 load = command_of(CommandOptions, _load)

@@ -8,22 +8,23 @@ from pathlib import Path
 import msgspec
 
 from crossover.loadtests.campaign.progress import Progress, console_of
-from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.level_warnings import level_warnings
 from crossover.loadtests.levels.percentiles import PERCENTILES, distribution
-from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
+from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import probe
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
-from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models import formatting
 from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
+from crossover.serving.workload.conversations import mean_turns_of
+from crossover.serving.workload.request_lengths import Workload
 
 
-def measure(plan: LoadPlan) -> Level:
+def measure(load: LoadPlan) -> Level:
     """Send the load and return the level when its last answer has arrived. Raises LoadError."""
-    url = plan.target.url
+    url = load.target.url
     with (
         Progress() as progress,
         tempfile.TemporaryDirectory(prefix="crossover-load-") as folder,
@@ -31,42 +32,32 @@ def measure(plan: LoadPlan) -> Level:
         LoadGenerator(log=Path(folder) / "log") as generator,
     ):
         progress.tick(f"probing {url}")
-        facts = probe(plan.target)
-        plan = msgspec.structs.replace(plan, facts=facts)
+        facts = probe_endpoint(load.target)
+        load = msgspec.structs.replace(load, facts=facts)
         progress.say(f"{url}: model {facts.model}")
         for note in facts.notes:
             progress.say(f"  note: {note}")
-        rows, busy_share = LevelRows(), None
-        for message in generator.run(plan):
-            match message:
-                case RequestRecord():
-                    rows.add(message)
-                case Ended():
-                    busy_share = message.busy_share
-            progress.tick(f"{plan.load_in_words}: {rows.count} answers")
-    started = LevelStarted(
-        cell=plan.cell,
-        level=plan.level,
-        rate_per_second=plan.rate,
-        concurrency=plan.concurrency,
-        window_seconds=plan.window_seconds,
-    )
+        rows, ended = generator.level(
+            load,
+            on_tick=lambda rows: progress.tick(f"{load.load_in_words}: {rows.count} answers"),
+        )
+    started = LevelStarted(cell=load.cell, level=load.level, plan=load.plan)
     finished = LevelFinished(
-        cell=plan.cell,
-        level=plan.level,
+        cell=load.cell,
+        level=load.level,
         due=rows.count,
-        window_seconds=plan.window_seconds,
-        generator_busy_share=busy_share,
+        window_seconds=load.plan.window_seconds,
+        generator_busy_share=ended.busy_share,
     )
     return rows.level(started, finished)
 
 
-def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
-    """Print the results of one level."""
+def show_level(level: Level, slo: Slo, workload: Workload) -> None:
+    """Print the results of one level. `workload`: the requests that were sent."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
     offered = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
-    if has_sessions:  # the rate is of conversations
-        offered = f"{level.rate:.3g} conversations/s started, "
+    if workload.has_sessions and level.rate is not None:
+        offered = f"{level.rate / mean_turns_of(workload):.3g} conversations/s started, "
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
         f"({offered}{formatting.requests(level.achieved_rate, 3)} achieved)"

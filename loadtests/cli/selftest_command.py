@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from crossover.loadtests.selftest.selftest import Row
+    from crossover.loadtests.selftest.selftest import Check
 
 
 def selftest() -> None:
@@ -27,7 +27,7 @@ def selftest() -> None:
         raise typer.Exit(1)
 
 
-def show_selftest(rows: Sequence[Row]) -> None:
+def show_selftest(rows: Sequence[Check]) -> None:
     """Print a line for each check."""
     from rich.console import Console
 
@@ -50,16 +50,16 @@ def show_selftest(rows: Sequence[Row]) -> None:
         console.print("Other work on the machine delays requests. Repeat this on an idle machine.")
 
 
-def _truth_words(row: Row) -> str | None:
+def _truth_words(row: Check) -> str | None:
     return None if row.truth is None else f"{row.truth:.4g}"
 
 
-def _measured_words(row: Row) -> str:
+def _measured_words(row: Check) -> str:
     measured = "-" if row.measured is None else f"{row.measured:.4g}"
     return f"{measured} ({row.note})" if row.note else measured
 
 
-def _allowed_words(row: Row) -> str:
+def _allowed_words(row: Check) -> str:
     if row.truth is None:
         return f"at most {row.limit:.3g}"
     return f"± {row.limit:.3g}" if row.limit else "equal"

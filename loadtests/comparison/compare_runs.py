@@ -140,9 +140,9 @@ def _values(run: RunRecords, key: str, levels: Sequence[Level]) -> dict[Measuran
     load, a value is their geometric mean."""
     collected: dict[Measurand, list[float]] = defaultdict(list)
     for level in levels:
-        if not level.counts or level.started.is_burst:
+        if not level.counts or level.is_burst:
             continue
-        load = formatting.load(level.rate, level.started.concurrency, 4)
+        load = formatting.load(level.rate, level.concurrency, 4)
         for metric, value in _metrics(level).items():
             if value and value < math.inf:
                 collected[Measurand(load, metric)].append(value)

@@ -115,11 +115,20 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def rate(self) -> float | None:
         """Offered rate that was asked for, requests/s; None: single stream or closed loop."""
-        return self.started.rate_per_second
+        return self.started.plan.rate
+
+    @property
+    def concurrency(self) -> int | None:
+        """Users of a closed loop; None: open loop, or a burst."""
+        return self.started.plan.concurrency
 
     @property
     def is_single_stream(self) -> bool:
-        return self.rate is None and self.started.concurrency == 1
+        return self.started.plan.is_single_stream
+
+    @property
+    def is_burst(self) -> bool:
+        return self.started.plan.is_burst
 
     @property
     def is_set_aside(self) -> bool:
@@ -311,6 +320,7 @@ class LevelRows:
 
     def __init__(self) -> None:
         self.last_seconds = 0.0  # when the last answer ended, since the start of the level
+        self.has_errors = False  # some request ended with an error
         self._numbers: list[list[float | None]] = []
         self._chunks: list[array[float]] = []
         self._failure: list[str | None] = []
@@ -322,6 +332,7 @@ class LevelRows:
 
     def add(self, record: RequestRecord) -> None:
         self.last_seconds = max(self.last_seconds, record.ended_seconds or 0.0)
+        self.has_errors |= record.error is not None
         self._numbers.append([getattr(record, field) for field in _FIELDS.values()])
         self._chunks.append(array("d", record.content_seconds))
         self._failure.append(failure_of(record))
@@ -331,8 +342,8 @@ class LevelRows:
         """Return the level of the records so far."""
         numbers = np.array(self._numbers, dtype=np.float64).reshape(-1, len(_FIELDS))
         order = np.argsort(numbers[:, 0], kind="stable")
-        seconds = started.window_seconds if finished is None else finished.window_seconds
-        start = started.warmup_seconds
+        seconds = started.plan.window_seconds if finished is None else finished.window_seconds
+        start = started.plan.warmup_seconds
         return Level(
             started=started,
             finished=finished,

@@ -35,7 +35,7 @@ _TAG = re.compile(r"<[^<>]*>")
 _THINKING_TYPES = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
 
 
-class Delta(msgspec.Struct, gc=False):
+class ChunkDelta(msgspec.Struct, gc=False):
     """What a chunk adds to a chat answer. Each field may be a text, a list of parts, or null."""
 
     content: Any = None
@@ -65,14 +65,14 @@ class Delta(msgspec.Struct, gc=False):
         return any(map(shows, fields)) or any(map(_is_picture, parts))
 
 
-class Choice(msgspec.Struct, gc=False):
+class ChunkChoice(msgspec.Struct, gc=False):
     """One choice of a chunk. /v1/completions sends `text`, and the chat route `delta`; some servers
     send `message` instead of `delta`.
     """
 
     text: Any = None
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: ChunkDelta | None = None
+    message: ChunkDelta | None = None
     finish_reason: Any = None
     error: Any = None  # OpenRouter: the error of a provider
 
@@ -81,7 +81,7 @@ class PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, gc=False):
+class ChunkUsage(msgspec.Struct, gc=False):
     """Token counts."""
 
     prompt_tokens: int | None = None
@@ -93,10 +93,10 @@ class Usage(msgspec.Struct, gc=False):
         details = self.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
-    def over(self, earlier: Usage) -> Usage:
+    def over(self, earlier: ChunkUsage) -> ChunkUsage:
         """Return these counts, completed with earlier ones."""
         prompt, answer, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
-        return Usage(
+        return ChunkUsage(
             earlier.prompt_tokens if prompt is None else prompt,
             earlier.completion_tokens if answer is None else answer,
             PromptDetails(earlier.cached_tokens if cached is None else cached),
@@ -106,8 +106,8 @@ class Usage(msgspec.Struct, gc=False):
 class Chunk(msgspec.Struct, gc=False):
     """One event of /v1/completions or /v1/chat/completions."""
 
-    choices: tuple[Choice, ...] | None = None
-    usage: Usage | None = None
+    choices: tuple[ChunkChoice, ...] | None = None
+    usage: ChunkUsage | None = None
     error: Any = None
     x_groq: Any = None  # Groq: token counts, or why a stream was stopped early
 
@@ -218,7 +218,7 @@ def text_of(value: Any) -> str:
     return ""
 
 
-def usage_of_event(data: bytes) -> Usage | None:
+def usage_of_event(data: bytes) -> ChunkUsage | None:
     """Return the token counts of an event, wherever and under whatever names the server writes
     them; None: there are none."""
     try:
@@ -237,7 +237,7 @@ def usage_of_event(data: bytes) -> Usage | None:
     return _usage_of_timings(event.get("timings"))
 
 
-def _usage_of(value: Any) -> Usage | None:
+def _usage_of(value: Any) -> ChunkUsage | None:
     """Return the token counts in a `usage` field; None: there are none."""
     if not isinstance(value, dict):
         return None
@@ -248,17 +248,17 @@ def _usage_of(value: Any) -> Usage | None:
     cached = _count({"": cached, **value}, "", "prompt_cache_hit_tokens", "cache_read_input_tokens")
     if not prompt and not answer:  # some servers write zeros if they do not count tokens
         return None
-    return Usage(prompt, answer, PromptDetails(cached))
+    return ChunkUsage(prompt, answer, PromptDetails(cached))
 
 
-def _usage_of_timings(timings: Any) -> Usage | None:
+def _usage_of_timings(timings: Any) -> ChunkUsage | None:
     """Return the token counts in llama-server's `timings`, for events without usage."""
     if not isinstance(timings, dict):
         return None
     processed, cached = _count(timings, "prompt_n"), _count(timings, "cache_n")
     answer = _count(timings, "predicted_n")
     prompt = None if processed is None else processed + (cached or 0)
-    return None if answer is None else Usage(prompt, answer, PromptDetails(cached))
+    return None if answer is None else ChunkUsage(prompt, answer, PromptDetails(cached))
 
 
 def is_error(event: dict[str, Any]) -> bool:
@@ -353,8 +353,8 @@ def _words_of(error: Any) -> str:
     return json.dumps(error)
 
 
-def _choice(fields: dict[str, Any]) -> Choice:
-    return Choice(
+def _choice(fields: dict[str, Any]) -> ChunkChoice:
+    return ChunkChoice(
         fields.get("text"),
         _delta(fields.get("delta")),
         _delta(fields.get("message")),
@@ -363,10 +363,10 @@ def _choice(fields: dict[str, Any]) -> Choice:
     )
 
 
-def _delta(fields: Any) -> Delta | None:
+def _delta(fields: Any) -> ChunkDelta | None:
     if not isinstance(fields, dict):
         return None
-    return Delta(*(fields.get(name) for name in Delta.__struct_fields__))
+    return ChunkDelta(*(fields.get(name) for name in ChunkDelta.__struct_fields__))
 
 
 def _is_picture(part: Any) -> bool:

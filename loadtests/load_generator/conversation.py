@@ -25,8 +25,8 @@ class _Exchange(NamedTuple):
 class Conversation:
     """The history of one session: the prompts that were sent and the answers that came back."""
 
-    def __init__(self, plan: LoadPlan, maker: PromptMaker, session: Session) -> None:
-        self._plan, self._maker, self._session = plan, maker, session
+    def __init__(self, load: LoadPlan, maker: PromptMaker, session: Session) -> None:
+        self._load, self._maker, self._session = load, maker, session
         self._system: list[Message] = []
         if session.prefix_tokens:
             text = maker.words("prefix", session.prefix_tokens)
@@ -48,15 +48,15 @@ class Conversation:
 
         The oldest turns are left out if the request would exceed the workload's `context_tokens`.
         """
-        plan, session = self._plan, self._session
+        load, session = self._load, self._session
         lengths = session.turns[turn]
         self._prompt_tokens = lengths.prompt_tokens
         # The tokens of the first turn include those that the chat template adds to every prompt.
         fixed_tokens = 0.0 if turn else self._maker.fixed_tokens
         words = max(1, round(lengths.prompt_tokens - fixed_tokens))
-        text = self._maker.words(f"{plan.seed}/{session.index}/{turn}", words)
+        text = self._maker.words(f"{load.plan.seed}/{session.index}/{turn}", words)
         self._prompt = {"role": "user", "content": text}
-        max_tokens = plan.workload.context_tokens
+        max_tokens = load.workload.context_tokens
         while (
             self._history
             and max_tokens is not None
@@ -66,8 +66,8 @@ class Conversation:
             self._is_truncated = True
         history = [message for exchange in self._history for message in exchange.messages]
         record = RequestRecord(
-            cell=plan.cell,
-            level=plan.level,
+            cell=load.cell,
+            level=load.level,
             index=index,
             session=session.index,
             turn=turn,
@@ -116,8 +116,8 @@ class Conversation:
             scheduled_seconds += self._session.turns[number].think_seconds
             records.append(
                 RequestRecord(
-                    cell=self._plan.cell,
-                    level=self._plan.level,
+                    cell=self._load.cell,
+                    level=self._load.level,
                     index=next(indices),
                     session=self._session.index,
                     turn=number,

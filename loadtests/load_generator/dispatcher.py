@@ -13,7 +13,9 @@ ended when all requests that count have ended.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -23,19 +25,21 @@ import gevent
 import gevent.event
 import msgspec
 
-from crossover.loadtests.host.precise_timer import Alarm
 from crossover.loadtests.load_generator.completion_chunk import ReasoningWatch
 from crossover.loadtests.load_generator.conversation import Conversation
 from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import pool_for, probe
-from crossover.loadtests.load_generator.request_factory import Request, RequestFactory
+from crossover.loadtests.load_generator.openai_endpoint import pool_for, probe_endpoint
+from crossover.loadtests.load_generator.request_factory import ReadyRequest, RequestFactory
 from crossover.loadtests.load_generator.sse_timestamps import GaveUp, stream
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.conversations import Session
 
 END_SECONDS = 10.0  # maximum time that requests take to end after they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
+_CLOCK_MONOTONIC = 1
+_TFD_TIMER_ABSTIME = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Dispatcher:
@@ -44,18 +48,19 @@ class Dispatcher:
     The requests are made here, so that `run` only has to send them. Raises LoadError.
     """
 
-    def __init__(self, plan: LoadPlan, report: Callable[[RequestRecord], None]) -> None:
-        self.plan = plan
+    def __init__(self, load: LoadPlan, report: Callable[[RequestRecord], None]) -> None:
+        self._load = load
+        self._plan = plan = load.plan
         self._report = report
-        self._pool = pool_for(plan.target)
-        facts = plan.facts or probe(plan.target, self._pool)
-        self._factory = factory = RequestFactory(plan, facts, self._pool)
+        self._pool = pool_for(load.target)
+        facts = load.facts or probe_endpoint(load.target, self._pool)
+        self._factory = factory = RequestFactory(load, facts, self._pool)
         # What is sent: conversations, or requests at scheduled times (open loop), or one request as
         # soon as another has ended (closed loop).
         self._sessions: list[tuple[float, Conversation, Session]] = []
-        self._scheduled: list[Request] = []
-        self._next_requests: Iterator[Request] = iter(())
-        if plan.has_sessions:
+        self._scheduled: list[ReadyRequest] = []
+        self._next_requests: Iterator[ReadyRequest] = iter(())
+        if load.has_sessions:
             self._sessions = factory.conversations()
         elif plan.concurrency is None:
             self._scheduled = factory.scheduled()
@@ -82,9 +87,9 @@ class Dispatcher:
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
         self._origin = origin
-        plan, end = self.plan, origin + self.plan.duration_seconds
+        plan, end = self._plan, origin + self._plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
-        run_user = self._run_chat_user if plan.has_sessions else self._run_user
+        run_user = self._run_chat_user if self._load.has_sessions else self._run_user
         users = [gevent.spawn(run_user) for _ in range(plan.concurrency or 0)]
         if plan.concurrency is None:
             users += [gevent.spawn(self._run_session, *session) for session in self._sessions]
@@ -93,9 +98,9 @@ class Dispatcher:
             self._dispatch(counted)
             if plan.requests is not None:
                 gevent.joinall(users, timeout=max(0.0, end - clock()))
-            elif plan.asks is None:
+            elif plan.burst is None:
                 self._over.wait(max(0.0, end - clock()))
-            if plan.follow_seconds:
+            if self._load.follow_seconds:
                 gevent.spawn(self._end_following)
                 self._dispatch(self._scheduled[len(counted) :])
                 self._over.wait()
@@ -120,11 +125,10 @@ class Dispatcher:
 
     def _counts(self, record: RequestRecord) -> bool:
         """Whether a request is due before the end of the window."""
-        return record.scheduled_seconds < self.plan.duration_seconds
+        return record.scheduled_seconds < self._plan.duration_seconds
 
-    def _dispatch(self, requests: Sequence[Request]) -> None:
-        """Send each request at its scheduled time, by a kernel timer: gevent's own timers are up to
-        1 ms late."""
+    def _dispatch(self, requests: Sequence[ReadyRequest]) -> None:
+        """Send each request at its scheduled time, by a kernel timer."""
         hub = gevent.get_hub()
         alarm_watcher = hub.loop.io(self._alarm.fd, 1)
         try:
@@ -159,10 +163,10 @@ class Dispatcher:
         for _, conversation, session in self._next_sessions:
             for turn in range(len(session.turns)):
                 due = clock() - self._origin
-                if self._over.is_set() or due >= self.plan.duration_seconds:
+                if self._over.is_set() or due >= self._plan.duration_seconds:
                     return
                 index = next(self._indices)
-                if self.plan.requests is not None and index >= self.plan.requests:
+                if self._plan.requests is not None and index >= self._plan.requests:
                     return
                 record = self._send_turn(conversation, session, turn, due, index)
                 if record.error is not None:
@@ -195,7 +199,7 @@ class Dispatcher:
         failed."""
         due = begin_seconds
         for turn in range(len(session.turns)):
-            counts = due < self.plan.duration_seconds
+            counts = due < self._plan.duration_seconds
             # A turn that counts is in flight from here on, although its user still thinks.
             self._add_in_flight(counts)
             try:
@@ -234,7 +238,7 @@ class Dispatcher:
         if counts:
             self._counted_in_flight += 1
             self._idle.clear()
-        timeout_seconds = self.plan.target.timeout_seconds
+        timeout_seconds = self._load.target.timeout_seconds
         record = stream(self._pool, wire, unsent_record, self._origin, timeout_seconds, watch)
         self._running.discard(greenlet)
         self._counted_in_flight -= counts
@@ -246,14 +250,14 @@ class Dispatcher:
 
     def _end_following(self) -> None:
         """Stop sending when all requests that count have ended, or after `follow_seconds`."""
-        end = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
+        end = self._origin + self._plan.duration_seconds + self._load.follow_seconds
         self._idle.wait(max(0.0, end - clock()))
         self.send_no_more()
 
     def _drain(self, end: float) -> None:
         """Wait for the answers that count. Give up, as timeouts, those that are late and those that
         do not count. `end`: of the window, on `clock`."""
-        drain_seconds = self.plan.drain_seconds
+        drain_seconds = self._load.drain_seconds
         self._idle.wait(max(0.0, min(drain_seconds, end + drain_seconds - clock())))
         unfinished = list(self._running)
         if unfinished:
@@ -262,6 +266,38 @@ class Dispatcher:
                 reason = "scheduled after the window; all requests that count have ended"
             gevent.killall(unfinished, exception=GaveUp(reason), block=False)
             gevent.joinall(unfinished, timeout=END_SECONDS)
+
+
+class Alarm:
+    """A kernel timer, timerfd_create(2): its file descriptor becomes readable some 50 us after the
+    moment that is set.
+
+    The timers of event loops are rounded to milliseconds, which would be most of the error of a
+    measured TTFT.
+    """
+
+    def __init__(self) -> None:
+        self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "no timer (timerfd_create)")
+        # struct itimerspec: seconds and nanoseconds of an interval, which is not used, and of the
+        # time of expiration.
+        self._spec = (ctypes.c_long * 4)()
+        self._address = ctypes.byref(self._spec)
+
+    def set(self, moment: float) -> None:
+        """Expire at `moment` on time.perf_counter (CLOCK_MONOTONIC), or at once if that is past.
+        This replaces an earlier setting, whether or not it has expired."""
+        seconds = int(moment)
+        self._spec[2] = seconds
+        self._spec[3] = max(1, int((moment - seconds) * 1e9))  # zero would disarm the timer
+        if _libc.timerfd_settime(self.fd, _TFD_TIMER_ABSTIME, self._address, None) != 0:
+            raise OSError(ctypes.get_errno(), "the timer cannot be set")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _busy_seconds() -> float:

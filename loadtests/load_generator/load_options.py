@@ -11,9 +11,11 @@ from msgspec import Meta
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.faults import converted
 from crossover.serving.option_help import texts_of, unbounded
 from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
+from crossover.serving.workload.conversations import mean_turns_of
 from crossover.serving.workload.request_lengths import Workload
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
@@ -34,18 +36,22 @@ class LoadOptions(Target, frozen=True, kw_only=True):
     seed: int = 1
 
 
-def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
-    """Return the load plan of the options. `level`: the other fields of LoadPlan. Raises LoadError,
-    which names the option."""
+def plan_load(
+    options: LoadOptions, window_seconds: float, concurrency: int | None = None
+) -> LoadPlan:
+    """Return what the options ask for. Raises LoadError, which names the option."""
     target = Target(**{name: getattr(options, name) for name in Target.__struct_fields__})
     check_target(target)
+    workload, rate = parse_workload(options.workload), options.rate
+    if rate is not None:  # of conversations, which have several requests
+        rate *= mean_turns_of(workload)
     return LoadPlan(
         target=target,
-        workload=parse_workload(options.workload),
+        plan=LevelPlan(
+            rate=rate, concurrency=concurrency, window_seconds=window_seconds, seed=options.seed
+        ),
+        workload=workload,
         arrivals=ARRIVALS[options.arrivals],
-        rate=options.rate,
-        seed=options.seed,
-        **level,
     )
 
 

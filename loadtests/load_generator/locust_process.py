@@ -1,8 +1,7 @@
 """A load generator: a child process that runs Locust, and the runner's end of the pipe to it.
 
     with LoadGenerator(log=path, cores=layout.client) as generator:
-        for event in generator.run(plan):         # Started, RequestRecords, None ..., Ended
-            ...
+        rows, ended = generator.level(plan, on_record=records.append)
 
 The process runs one level after the other. A plan goes over the pipe as a line of JSON. Started,
 Recorded and Ended, or Failed, come back, one line each. The process quits when the pipe is closed.
@@ -16,21 +15,23 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from crossover.loadtests.errors import LevelInterrupted
 from crossover.loadtests.host.child_processes import Child
+from crossover.loadtests.levels.level_columns import LevelRows
 from crossover.loadtests.load_generator.level_messages import (
     Ended,
     Failed,
-    GeneratorEvent,
     LoadPlan,
     Recorded,
+    Started,
     WireMessage,
 )
+from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.child_process import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
@@ -50,7 +51,6 @@ class LoadGenerator:
 
     def __init__(self, *, log: Path | None = None, cores: tuple[int, ...] = ()) -> None:
         self._log, self._cores = log, cores
-        self._is_running = False  # whether a level is running
         self._start()
 
     @property
@@ -58,46 +58,53 @@ class LoadGenerator:
         """Process ID, for the resource sampler."""
         return self._child.pid
 
-    def run(self, plan: LoadPlan) -> Iterator[GeneratorEvent]:
-        """Run a level. Yield its events as they come, and None about every TICK_SECONDS.
+    def level(
+        self,
+        load: LoadPlan,
+        *,
+        on_start: Callable[[float], None] | None = None,
+        on_record: Callable[[RequestRecord], None] | None = None,
+        on_tick: Callable[[LevelRows], None] | None = None,
+    ) -> tuple[LevelRows, Ended]:
+        """Run a level. Return its requests, and the load generator's account of it.
 
-        The last event is Ended. If the caller stops earlier, the process is ended, and the next
-        level gets a new one. Raises LevelInterrupted if the process fails, ends or loses requests.
+        `on_start` is called with the Unix time at which the level starts, `on_record` with each
+        record, and `on_tick` about every TICK_SECONDS with the requests so far. If one of them
+        raises, the process is ended, and the next level gets a new one. Raises LevelInterrupted if
+        the process fails, ends or loses requests.
         """
-        if self._is_running:  # the caller stopped in the middle of a level
-            self._end()
         if self._child.poll() is not None:
             self._start()
-        self._is_running = True
-        record_count, last_tick = 0, time.monotonic()
+        rows, last_tick = LevelRows(), time.monotonic()
         try:
             # _received then raises the error with its reason.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._pipe.sendall(msgspec.json.encode(plan) + b"\n")
-            while self._is_running:
+                self._pipe.sendall(msgspec.json.encode(load) + b"\n")
+            while True:
                 for message in self._received():
                     match message:
+                        case Started(unix_seconds):
+                            if on_start is not None:
+                                on_start(unix_seconds)
                         case Recorded(record):
-                            record_count += 1
-                            yield record
+                            rows.add(record)
+                            if on_record is not None:
+                                on_record(record)
                         case Failed(problem):
                             raise LevelInterrupted(f"the load generator failed: {problem}")
                         case Ended(due=due, recorded=recorded):
-                            if not record_count == recorded == due:
+                            if not rows.count == recorded == due:
                                 raise LevelInterrupted(
                                     f"the load generator lost requests: {due} were scheduled, "
-                                    f"{recorded} ended, {record_count} are recorded"
+                                    f"{recorded} ended, {rows.count} are recorded"
                                 )
-                            self._is_running = False
-                            yield message
-                        case _:
-                            yield message
-                if time.monotonic() - last_tick >= TICK_SECONDS and self._is_running:
+                            return rows, message
+                if on_tick is not None and time.monotonic() - last_tick >= TICK_SECONDS:
                     last_tick = time.monotonic()
-                    yield None
-        finally:
-            if self._is_running:
-                self._end()
+                    on_tick(rows)
+        except BaseException:
+            self._end()  # it may be in the middle of the level
+            raise
 
     def _start(self) -> None:
         """Start the process, with one end of a new pipe."""
@@ -146,7 +153,6 @@ class LoadGenerator:
         self._pipe.close()
         self._child.wait(timeout_seconds)
         self._child.stop(timeout_seconds)
-        self._is_running = False
 
     def __enter__(self) -> LoadGenerator:
         return self

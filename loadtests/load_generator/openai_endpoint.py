@@ -1,7 +1,7 @@
 """The endpoint under load, and a probe of what it supports before anything is measured.
 
     target = Target(url="http://127.0.0.1:8000")
-    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos ...
+    facts = probe_endpoint(target)          # TargetFacts: model, usage in streams, ignore_eos ...
 
 OpenAI-compatible endpoints differ in the fields that they accept. The probe tries all fields that
 Crossover uses; those that the endpoint refuses are left out of all requests or replaced, and
@@ -158,12 +158,12 @@ def _route(api: str) -> str:
     return "/v1/completions" if api == "completions" else "/v1/chat/completions"
 
 
-def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
+def probe_endpoint(target: Target, pool: Pool | None = None) -> TargetFacts:
     """Find out what the endpoint supports, with a few tiny requests. Raises TargetUnusable, and
     EndpointRefuses if it refuses every form of the request."""
     if pool is None:
         with pool_for(target) as pool:
-            return probe(target, pool)
+            return probe_endpoint(target, pool)
     facts = TargetFacts(_model_of(target, pool), True, True, target.ignore_eos, api=target.api)
     form = _RequestForm(facts)
     # The last form that followed from an error message: other fields are left out starting from it.

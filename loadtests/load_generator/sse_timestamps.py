@@ -21,10 +21,10 @@ import gevent
 import msgspec
 
 from crossover.loadtests.load_generator.completion_chunk import (
-    Choice,
     Chunk,
+    ChunkChoice,
+    ChunkUsage,
     ReasoningWatch,
-    Usage,
     decode_chunk,
     is_error,
     printable_words,
@@ -70,7 +70,7 @@ class Answer(msgspec.Struct):
     contents: list[float] = []  # arrival times of content chunks, on `clock`
     first_answer: float | None = None  # arrival time of the first content that is not reasoning
     first_chunk_tokens: int | None = None
-    usage: Usage | None = None
+    usage: ChunkUsage | None = None
     finish_reason: str | None = None
     is_done: bool = False
     error: str | None = None
@@ -300,7 +300,7 @@ class Answer(msgspec.Struct):
         is_counting = self.first_chunk_tokens is not None
         return count > earlier_count and (is_counting or not self.has_content)
 
-    def _finish(self, choice: Choice) -> None:
+    def _finish(self, choice: ChunkChoice) -> None:
         """Read a finish reason. null and "" do not replace an earlier one."""
         reason = choice.finish_reason
         message = ""
@@ -311,7 +311,7 @@ class Answer(msgspec.Struct):
         if message and is_failure(self.finish_reason):
             self.fail("cut_off", f"the server ended it: {message}")
 
-    def _usage_over_earlier(self, data: bytes) -> Usage | None:
+    def _usage_over_earlier(self, data: bytes) -> ChunkUsage | None:
         """Return the token counts of an event, wherever it has them, completed with earlier ones;
         None: the event has none."""
         usage = usage_of_event(data)
@@ -388,7 +388,7 @@ def stream(
         answer.fail("empty", "the stream ended normally but had no content")
     contents = [round(moment - origin, 6) for moment in answer.contents]
     first_answer = answer.first_answer
-    usage = answer.usage or Usage()
+    usage = answer.usage or ChunkUsage()
     return msgspec.structs.replace(
         unsent_record,
         scheduled_seconds=round(unsent_record.scheduled_seconds, 6),

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.capacity.simulated_capacity import ServerModel
@@ -232,19 +233,9 @@ class CellFinished(Event, frozen=True, kw_only=True):
 class LevelStarted(Event, frozen=True, kw_only=True):
     cell: str
     level: str
-    rate_per_second: float | None = None  # open loop; None: closed loop, or a burst
-    concurrency: int | None = None  # closed loop; None: open loop, or a burst
-    warmup_seconds: float = 0.0  # requests due before this do not count
-    window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
-    seed: int = 0
+    plan: LevelPlan
     start: int | None = None  # 1..: which start of the cell's server; None: not known
     started_unix_seconds: float = 0.0  # the moment that RequestRecord's times count from
-
-    @property
-    def is_burst(self) -> bool:
-        """Whether this is a burst of the calibration, which has no rate: the step-time model is
-        fitted to its steps."""
-        return self.rate_per_second is None and self.concurrency is None
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):

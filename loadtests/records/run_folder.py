@@ -78,7 +78,7 @@ class RunRecords:
     def __init__(self, folder: Path) -> None:
         """Raises BadRunFolder."""
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = read_run_manifest(folder)
         self._broken: dict[str, list[int]] = {}  # file -> numbers (1..) of lines that are no record
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
@@ -139,7 +139,7 @@ class RunFolder(RunRecords):
     def __init__(self, folder: Path) -> None:
         """Open an existing run to continue it. Raises BadRunFolder, and writes nothing if there is
         no run in the folder."""
-        read_manifest(folder)
+        read_run_manifest(folder)
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
             if path.is_symlink():  # in another user's run, it could point outside the folder
                 raise BadRunFolder(f"{path} is a symbolic link, but a run needs its own files")
@@ -245,7 +245,7 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
-def read_manifest(folder: Path) -> RunManifest:
+def read_run_manifest(folder: Path) -> RunManifest:
     """Return the manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:

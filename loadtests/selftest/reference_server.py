@@ -68,7 +68,7 @@ class Received(asyncio.StreamReader):
         super().feed_data(data)
 
 
-class Stream:
+class ReferenceStream:
     """One request and its streamed answer.
 
     `entry` is the request's entry in the server's log. `body` is the request's JSON.
@@ -97,8 +97,8 @@ class Stream:
         self.cached_tokens = 0  # tokens of the prompt that are those of an earlier conversation
         self.answer = ""
         self._reasoning_tokens = int(truth.reasoning_share * self.output_tokens)
-        self.decoded_tokens = 0  # by a Batch
-        self.prompt_tokens_left = self.prompt_tokens  # that a Batch has still to process
+        self.decoded_tokens = 0  # by a SlotBatch
+        self.prompt_tokens_left = self.prompt_tokens  # that a SlotBatch has still to process
         self.sent_tokens = 0  # written to the client
         self._options = body.get("stream_options") or {}
         self.reader, self.writer = reader, writer
@@ -172,7 +172,7 @@ class Stream:
         return http_chunk(b"data: " + json_bytes(body) + b"\n\n")
 
 
-class Batch:
+class SlotBatch:
     """Continuous batching with a step-time model: requests wait for a slot, have their prompt
     processed in pieces, and then decode one token per step.
 
@@ -180,12 +180,12 @@ class Batch:
     """
 
     def __init__(self, truth: Truth) -> None:
-        self.waiting: deque[Stream] = deque()
+        self.waiting: deque[ReferenceStream] = deque()
         self.ends: float | None = None  # when the running step ends, on `clock`; None: idle
         self._truth = truth
-        self._in_prefill: list[Stream] = []  # oldest first
-        self._decoding: list[Stream] = []
-        self._pieces: list[tuple[Stream, int]] = []  # prompt tokens of the running step
+        self._in_prefill: list[ReferenceStream] = []  # oldest first
+        self._decoding: list[ReferenceStream] = []
+        self._pieces: list[tuple[ReferenceStream, int]] = []  # prompt tokens of the running step
         self._period = 0
 
     def begin(self, now: float) -> None:
@@ -222,7 +222,7 @@ class Batch:
             self._period = period
             self.ends = now + seconds
 
-    def end(self) -> list[Stream]:
+    def end(self) -> list[ReferenceStream]:
         """End the running step and begin the next one. Return the requests that got a token."""
         assert self.ends is not None
         with_token = list(self._decoding)
@@ -240,7 +240,7 @@ class Batch:
         return with_token
 
 
-class Server:
+class ReferenceServer:
     """The server: slots, a queue of requests that wait for one, and the log."""
 
     def __init__(self, truth: Truth) -> None:
@@ -248,7 +248,7 @@ class Server:
         self.log: dict[str, Body] = {}
         self._slots = asyncio.Semaphore(truth.slots)
         self._waiting = 0
-        self._batch = Batch(truth)
+        self._batch = SlotBatch(truth)
         self._has_request = asyncio.Event()  # a request waits for the batch
         # The messages of each conversation so far, including the last answer.
         self._conversations: set[tuple[str, ...]] = set()
@@ -301,11 +301,11 @@ class Server:
             return 200, self.log
         return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
-    def stream(self, path: str, *fields: Any) -> Stream:
-        """Return the stream of a request. `fields`: the other parameters of Stream."""
-        return Stream(self.truth, *fields)
+    def stream(self, path: str, *fields: Any) -> ReferenceStream:
+        """Return the stream of a request. `fields`: the other parameters of ReferenceStream."""
+        return ReferenceStream(self.truth, *fields)
 
-    async def answer(self, stream: Stream) -> None:
+    async def answer(self, stream: ReferenceStream) -> None:
         """Serve one request to the end of its answer."""
         truth, messages = stream.truth, tuple(stream.messages)
         if messages[:-1] in self._conversations:
@@ -328,7 +328,7 @@ class Server:
                 self._slots.release()
             self._conversations.add((*messages, stream.answer))
 
-    async def _write_on_schedule(self, stream: Stream) -> None:
+    async def _write_on_schedule(self, stream: ReferenceStream) -> None:
         """Write the chunks of an answer at the times that `ttft`, `gap` and `stall` define."""
         truth = stream.truth
         next_chunk = clock() + truth.ttft
@@ -359,7 +359,7 @@ def main() -> None:
     truth = msgspec.json.decode(sys.argv[1], type=Truth) if len(sys.argv) > 1 else Truth()
     gc.disable()  # a collection would delay every answer by milliseconds
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Server(truth).run())
+        asyncio.run(ReferenceServer(truth).run())
 
 
 if __name__ == "__main__":

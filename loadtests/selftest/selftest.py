@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.campaign.progress import Progress
-from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate
+from crossover.loadtests.capacity.calibration_bursts import calibrate
 from crossover.loadtests.capacity.capacity_estimate import CONFIRMING_SHARE, estimate
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.host.child_processes import Child
@@ -42,8 +42,9 @@ from crossover.loadtests.levels.level_warnings import send_delay_p99
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import Target, probe
+from crossover.loadtests.load_generator.openai_endpoint import Target, probe_endpoint
 from crossover.loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -51,10 +52,11 @@ from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.hardware.machine_facts import allowed_cores
-from crossover.serving.workload.conversations import draw_sessions
-from crossover.serving.workload.request_lengths import RequestSpec, Spread, Workload
+from crossover.serving.workload.conversations import draw_sessions, mean_turns_of
+from crossover.serving.workload.request_lengths import Spread, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
+SESSION_RATE = 12.0  # conversations/s
 WARM_UP_SECONDS = 1.0  # the times of requests due before do not count: they open connections
 # About ten times as fast as a small model on a CPU, so that a short level has enough requests.
 STEP_TIMES = StepTimeModel(
@@ -70,6 +72,7 @@ SETTINGS = SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=
 WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_output_tokens=64)
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 SINGLE_STREAM_REQUESTS = 10
+MAX_UNLOADED_SECONDS = 30.0  # of these requests
 LIMIT_SECONDS = 14.0  # window of the level that confirms a rate
 READY_SECONDS = 30.0  # how long one of WORLDS waits until the others are ready
 WORLD_SECONDS = 120.0  # maximum time of one of WORLDS
@@ -130,26 +133,32 @@ class Bench:
         with Child(command, log=log) as child:
             yield child, log
 
-    def send(self, url: str, *, is_chat: bool = False, **load: Any) -> LoadResult:
-        """Run one level on the server at `url`, as a campaign does. `load`: fields of a
-        LoadPlan."""
+    def send(
+        self, url: str, plan: LevelPlan, workload: Workload, *, is_chat: bool = False
+    ) -> LoadResult:
+        """Run one level on the server at `url`, as a campaign does."""
         target = Target(url=url, api="chat" if is_chat else "completions")
-        plan = LoadPlan(target=target, drain_seconds=20.0, facts=probe(target), **load)
+        load = LoadPlan(
+            target=target,
+            plan=plan,
+            workload=workload,
+            drain_seconds=20.0,
+            facts=probe_endpoint(target),
+        )
+        records: list[RequestRecord] = []
         with connect(url) as pool:
             before = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-            events = list(self._generator.run(plan))
+            _, ended = self._generator.level(load, on_record=records.append)
             after = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
-        records = [event for event in events if isinstance(event, RequestRecord)]
-        (account,) = [event for event in events if isinstance(event, Ended)]
         log = {name: entry for name, entry in after.items() if name not in before}
-        return records, account, log
+        return records, ended, log
 
     def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> LoadResult:
         """Run one level at `rate` requests/s with `tokens` output tokens per request, on a new
         reference server. `truth`: fields of the server's Truth."""
         workload = Workload(prompt_tokens=16, output_tokens=tokens)
         with self.server(**truth) as url:
-            return self.send(url, rate=rate, window_seconds=seconds, workload=workload)
+            return self.send(url, LevelPlan(rate=rate, window_seconds=seconds), workload)
 
 
 @contextmanager
@@ -162,9 +171,9 @@ def open_bench() -> Iterator[Bench]:
             yield Bench(folder, generator, layout.engine[:1])
 
 
-def times(bench: Bench) -> list[Row]:
+def times(bench: Bench) -> list[Check]:
     """Times of chunks of one and of four tokens. A third of the answers stall."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     for chunk in (1, 4):
         truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 0.6}
         records, _, log = bench.load(50.0, WARM_UP_SECONDS + 3.0, 48, **truth)
@@ -173,14 +182,14 @@ def times(bench: Bench) -> list[Row]:
     return rows
 
 
-def counts(bench: Bench) -> list[Row]:
+def counts(bench: Bench) -> list[Check]:
     """Failures of every kind in one level, on a server that is too slow for its load."""
     truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "cut_every": 5}
     records, _, log = bench.load(60.0, 2.0, 8, **truth)
     return failure_rows("failures and refusals", records, log)
 
 
-def conversations(bench: Bench) -> list[Row]:
+def conversations(bench: Bench) -> list[Check]:
     """Turns that send their histories again, to a server that reasons before it answers. It cuts
     off some answers; these sessions end there, and their missing turns are failures.
     """
@@ -193,14 +202,13 @@ def conversations(bench: Bench) -> list[Row]:
         turn_tokens=12,
     )
     truth = {"ttft": 0.03, "gap": 0.004, "reasoning_share": 0.5, "cut_every": 13}
+    plan = LevelPlan(rate=SESSION_RATE * mean_turns_of(workload), window_seconds=3.0)
     with bench.server(**truth) as url:
-        records, _, log = bench.send(
-            url, is_chat=True, rate=12.0, window_seconds=3.0, workload=workload
-        )
+        records, _, log = bench.send(url, plan, workload, is_chat=True)
     return conversation_rows("conversations", records, log, workload)
 
 
-def pace(bench: Bench) -> list[Row]:
+def pace(bench: Bench) -> list[Check]:
     """Poisson arrivals at a rate that one core should sustain easily."""
     records, account, log = bench.load(RATE, PACE_SECONDS, 1, ttft=0.01)
     arrivals = np.sort(np.array([entry["arrived"] for entry in log.values()]))
@@ -208,27 +216,27 @@ def pace(bench: Bench) -> list[Row]:
     answered_count = sum(record.error is None for record in records)
     cpu_share = account.cpu_seconds / PACE_SECONDS
     return [
-        Row(world, "answers", len(log), answered_count, 0),
+        Check(world, "answers", len(log), answered_count, 0),
         send_delay_row(world, records, 0.002),
-        Row(world, "client CPU of one core", None, cpu_share, 0.5),
+        Check(world, "client CPU of one core", None, cpu_share, 0.5),
         arrival_row(world, arrivals, RATE),
     ]
 
 
-def limit(bench: Bench) -> list[Row]:
+def limit(bench: Bench) -> list[Check]:
     """Capacity of servers that batch by a step-time model. All WORLDS run at the same time, since
     their servers mostly sleep."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     with ExitStack() as stack:
         processes = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
         for name, child, log in processes:
             if child.wait(WORLD_SECONDS) != 0:
                 raise LoadError(f"{name}: no limit was found ({child.how_it_ended()})")
-            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Row])
+            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Check])
     return rows
 
 
-def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
+def _rows_of_world(name: str, ready_folder: Path) -> list[Check]:
     """Measure the capacity in one of WORLDS, with a load generator of its own.
 
     Each world creates a file in `ready_folder` when its load generator has started, and measures
@@ -242,19 +250,21 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
         bench.server(step_times=STEP_TIMES, slots=SLOTS, **server_options) as url,
     ):
 
-        def send_burst(burst: Burst) -> Level:
-            lengths = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
-            requests = tuple(RequestSpec(i, *pair) for i, pair in enumerate(lengths))
-            return level_of(bench.send(url, asks=requests, due=(0.0,) * len(requests))[0])
+        def measure(plan: LevelPlan) -> Level:
+            return level_of(bench.send(url, plan, WORKLOAD)[0], plan)
 
-        single_stream: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
-        bench.send(url, **single_stream, requests=1)
+        def send_burst(burst: Burst) -> Level:
+            return measure(LevelPlan(burst=burst, window_seconds=MAX_UNLOADED_SECONDS))
+
+        single_stream = LevelPlan(
+            concurrency=1, requests=SINGLE_STREAM_REQUESTS, window_seconds=MAX_UNLOADED_SECONDS
+        )
+        measure(msgspec.structs.replace(single_stream, requests=1))
         (ready_folder / name).touch()
         deadline = time.monotonic() + READY_SECONDS
         while len(list(ready_folder.iterdir())) < len(WORLDS) and time.monotonic() < deadline:
             time.sleep(0.01)
-        records, _, _ = bench.send(url, **single_stream, requests=SINGLE_STREAM_REQUESTS)
-        unloaded = level_of(records, concurrency=1)
+        unloaded = measure(single_stream)
         calibration = calibrate(send_burst, WORKLOAD, SLOTS, 20.0, [unloaded])
         calibrated: ServerModel | None = None
         if calibration.step_times is not None:
@@ -267,21 +277,19 @@ def _rows_of_world(name: str, ready_folder: Path) -> list[Row]:
         result = msgspec.structs.replace(result, reason=calibration.reason or result.reason)
         if result.estimated_rate:
             rate = CONFIRMING_SHARE * result.estimated_rate
-            duration: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
-            records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **duration)
-            level = level_of(records, rate_per_second=rate, **duration)
-            result = estimated([unloaded, level])
+            plan = LevelPlan(rate=rate, warmup_seconds=1.0, window_seconds=LIMIT_SECONDS)
+            result = estimated([unloaded, measure(plan)])
     return capacity_rows(name, result, *true_rates)
 
 
-def run_selftest(progress: Progress) -> list[Row]:
+def run_selftest(progress: Progress) -> list[Check]:
     """Run all parts and return their rows.
 
     A part in which only times are off is run once more, since a hiccup of the machine does not come
     back. Counts must be right the first time. Raises LoadError if a part cannot run.
     """
     parts = (times, counts, conversations, pace, limit)
-    rows: list[Row] = []
+    rows: list[Check] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
             title = (part.__doc__ or "").partition(".")[0]
@@ -298,7 +306,7 @@ def run_selftest(progress: Progress) -> list[Row]:
 # What follows compares the client's records with the server's log. It has no side effects.
 
 
-class Row(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True):
     """One comparison: a line of the table that the self-test prints."""
 
     world: str  # the server and its load
@@ -316,17 +324,17 @@ class Row(msgspec.Struct, frozen=True):
         return abs(self.measured - (self.truth or 0.0)) <= self.limit * (1 + 1e-9)
 
 
-def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Check]:
     """Compare TTFT, TPOT and E2E at three quantiles, and the longest gap between chunks.
 
     The truth is when the server had received the request and when it wrote each chunk, so that the
     client's delays in sending and receiving count as errors.
     """
     answered = [record for record in records if log.get(record.request_id or "", {}).get("chunks")]
-    rows = [Row(world, "answers", len(log), len(answered), 0)]
+    rows = [Check(world, "answers", len(log), len(answered), 0)]
     timed = [record for record in answered if record.scheduled_seconds >= WARM_UP_SECONDS]
     if not timed:
-        return [*rows, Row(world, "times", None, None, 0)]
+        return [*rows, Check(world, "times", None, None, 0)]
     entries, level = [log[record.request_id or ""] for record in timed], level_of(timed)
     arrivals = np.array([entry["arrived"] for entry in entries])
     first_chunks = np.array([entry["chunks"][0] for entry in entries])
@@ -344,7 +352,7 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
     longest_gap, measured_gap = float(gaps.max()), float(level.itl.max(initial=0.0))
     limit = max(MAX_TIME_ERROR * longest_gap, 0.001)
-    rows.append(Row(world, "longest gap, s", longest_gap, measured_gap, limit))
+    rows.append(Check(world, "longest gap, s", longest_gap, measured_gap, limit))
     return rows
 
 
@@ -354,18 +362,18 @@ def _quantile_rows(
     true_times: npt.NDArray[np.float64],
     measured_times: npt.NDArray[np.float64],
     quantiles: Sequence[float],
-) -> list[Row]:
+) -> list[Check]:
     """Compare two arrays of times in seconds, each [requests], at some of their quantiles."""
-    rows: list[Row] = []
+    rows: list[Check] = []
     for q in quantiles:
         truth = float(np.quantile(true_times, q, method="inverted_cdf"))
         measured = float(np.quantile(measured_times, q, method="inverted_cdf"))
         limit = max(MAX_TIME_ERROR * truth, FLOOR_SECONDS[name])
-        rows.append(Row(world, f"{name} p{q * 100:g}, s", truth, measured, limit))
+        rows.append(Check(world, f"{name} p{q * 100:g}, s", truth, measured, limit))
     return rows
 
 
-def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Check]:
     """Compare the numbers of whole, refused and cut-off answers with the server's."""
 
     def true_outcome(entry: Mapping[str, Any]) -> str:
@@ -378,14 +386,14 @@ def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list
     true_counts = Counter(true_outcome(entry) for entry in log.values())
     measured_counts = Counter(names.get(failure, failure or "") for failure in failures)
     return [
-        Row(world, name, true_counts[name], measured_counts[name], 0)
+        Check(world, name, true_counts[name], measured_counts[name], 0)
         for name in sorted(true_counts | measured_counts)
     ]
 
 
 def conversation_rows(
     world: str, records: Sequence[RequestRecord], log: Log, workload: Workload
-) -> list[Row]:
+) -> list[Check]:
     """Compare the turns of all sessions, sent or missing; the tokens found in the server's cache;
     how long after its think time each turn was sent; and TTFA, behind the reasoning."""
     sent = [record for record in records if record.request_id in log]
@@ -412,20 +420,20 @@ def conversation_rows(
             think_seconds = sessions[record.session].turns[record.turn or 0].think_seconds
             delays.append((record.sent_seconds or 0.0) - previous.ended_seconds - think_seconds)
     rows = [
-        Row(world, "turns on the wire", len(log), len(sent), 0),
-        Row(world, "turns of sessions that ended early", drawn_turns, recorded_turns, 0),
-        Row(world, "turns that never came", None, len(missing), len(records)),
-        Row(world, "tokens found in the cache", true_cached_tokens, cached_tokens, 0),
+        Check(world, "turns on the wire", len(log), len(sent), 0),
+        Check(world, "turns of sessions that ended early", drawn_turns, recorded_turns, 0),
+        Check(world, "turns that never came", None, len(missing), len(records)),
+        Check(world, "tokens found in the cache", true_cached_tokens, cached_tokens, 0),
     ]
     if not delays or not answered:
-        return [*rows, Row(world, "times", None, None, 0)]
-    rows.append(Row(world, "turn behind its think time, s", None, max(delays), 0.01))
+        return [*rows, Check(world, "times", None, None, 0)]
+    rows.append(Check(world, "turn behind its think time, s", None, max(delays), 0.01))
     true_ttfa = np.array([entry["first_answer"] - entry["arrived"] for entry in entries])
     rows += _quantile_rows(world, "TTFA", true_ttfa, level_of(answered).ttfa, (0.5, 0.95))
     return rows
 
 
-def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> Row:
+def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> Check:
     """Compare arrivals at the server (ascending, seconds) with a Poisson process of `rate`
     requests/s.
 
@@ -437,18 +445,18 @@ def arrival_row(world: str, arrivals: npt.NDArray[np.float64], rate: float) -> R
     counts, _ = np.histogram(arrivals, bins=windows)
     dispersion = float(counts.var(ddof=1) / counts.mean())
     max_difference = DISPERSION_SIGMA * math.sqrt(2 / windows)
-    return Row(world, "index of dispersion", 1.0, dispersion, max_difference)
+    return Check(world, "index of dispersion", 1.0, dispersion, max_difference)
 
 
-def send_delay_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
+def send_delay_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Check:
     """Compare the 99th percentile of the send delay with its limit."""
     delay = send_delay_p99(level_of(records))
-    return Row(world, "send delay p99, s", None, delay, limit_seconds)
+    return Check(world, "send delay p99, s", None, delay, limit_seconds)
 
 
 def capacity_rows(
     world: str, result: Capacity, true_rate: float, max_rate: float, min_rate: float
-) -> list[Row]:
+) -> list[Check]:
     """Compare a measured capacity with the true one, requests/s.
 
     The estimate must be within MAX_CAPACITY_ERROR of the truth, its interval must contain the
@@ -462,21 +470,20 @@ def capacity_rows(
     max_error = max(MAX_CAPACITY_ERROR * true_rate, max_rate * (1 + MAX_CAPACITY_ERROR) - true_rate)
     max_confirmed = max_rate * (1 + MAX_CONFIRMED_EXCESS)
     return [
-        Row(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
-        Row(world, "confirmed, requests/s", None, result.confirmed_rate, max_confirmed),
+        Check(world, "capacity, requests/s", true_rate, result.estimated_rate, max_error, note),
+        Check(world, "confirmed, requests/s", None, result.confirmed_rate, max_confirmed),
     ]
 
 
-def level_of(records: Sequence[RequestRecord], **started: Any) -> Level:
-    """Return a finished level of these records. `started`: fields of its LevelStarted. Without
-    `window_seconds`, all records count."""
+def level_of(records: Sequence[RequestRecord], plan: LevelPlan | None = None) -> Level:
+    """Return a finished level of these records. All of them count, except at a rate, where those
+    do that were due in the window of the plan."""
     last = max((record.scheduled_seconds for record in records), default=0.0)
-    window_seconds = started.pop("window_seconds", last + 1)
-    shared_fields = {"cell": "", "level": "", "window_seconds": window_seconds}
+    window_seconds = last + 1 if plan is None or plan.rate is None else plan.window_seconds
     return Level.of(
         records,
-        LevelStarted(**shared_fields, **started),
-        LevelFinished(due=len(records), **shared_fields),
+        LevelStarted(cell="", level="", plan=plan or LevelPlan(window_seconds=window_seconds)),
+        LevelFinished(cell="", level="", due=len(records), window_seconds=window_seconds),
     )
 
 

@@ -201,7 +201,7 @@ def _single_stream_cell(cell: CellData, slo: Slo) -> TableCell:
 def _simulated_single_stream(cell: CellData) -> Simulated | None:
     """Return simulated requests, one at a time; None: the configuration has no step-time model."""
     server = cell.simulated()
-    return None if server is None else server.alone()
+    return None if server is None else server.unloaded()
 
 
 def _confirmed_cell(cell: CellData) -> TableCell:

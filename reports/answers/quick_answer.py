@@ -150,9 +150,7 @@ def _failed_in(levels: Iterable[Level]) -> FailedRequests:
 def _notes_of(cell: CellData) -> list[str]:
     ready = cell.ready
     notes = [] if ready is None else list(ready.endpoint_notes)
-    bursts = [
-        level for level in levels_of(read_records(Path(cell.folder))) if level.started.is_burst
-    ]
+    bursts = [level for level in levels_of(read_records(Path(cell.folder))) if level.is_burst]
     if note := _note_of_failures(bursts):
         notes.append(note)
     if cell.server is not None and (ready is None or not ready.info.slots):

@@ -175,7 +175,7 @@ def _capacities(server: Server, slo: Slo, grid: Grid) -> tuple[Array, Array]:
     SLO with its limits and target, and the capacity in requests/s (0.0 where they do not)."""
     rates = server.saturated_rate() * np.geomspace(MIN_LOAD, MAX_LOAD, RATES)
     simulations = [server.play(float(rate)) for rate in rates]
-    single_stream = server.alone()
+    single_stream = server.unloaded()
 
     @cache
     def attainments(ttft: float, tpot: float) -> tuple[float, Array]:

@@ -33,7 +33,7 @@ from crossover.loadtests.load_generator.find_servers import (
     ports_that_need_a_key,
 )
 from crossover.loadtests.load_generator.load_options import parse_workload
-from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe
+from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe_endpoint
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify, short_model_id
 from crossover.models.identity.model_ladder import PACKAGED, packaged_file
@@ -243,12 +243,12 @@ def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -
     )
     progress.tick(f"asking {server.words} what it can do")
     try:
-        facts = probe(target)
+        facts = probe_endpoint(target)
     except EndpointRefuses:
         if options.api != "auto":
             raise
         target = msgspec.structs.replace(target, api="chat")
-        facts = probe(target)
+        facts = probe_endpoint(target)
     progress.say(f"{server.words}: model {short_model_id(facts.model)}")
     return msgspec.structs.replace(target, model=facts.model)
 

@@ -295,7 +295,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
 
 
 def _meets_slo_unloaded(server: Server, slo: Slo) -> bool:
-    return bool(slo.met_by(server.alone()).mean() >= slo.target)
+    return bool(slo.met_by(server.unloaded()).mean() >= slo.target)
 
 
 def _crossing(server: Server, slo: Slo) -> float:

@@ -125,7 +125,7 @@ def _level_record(cell: CellData, measured: LevelData) -> dict[str, Any]:
         "device": cell.device,
         "level": level.name,
         "rate_per_second": level.rate,
-        "concurrency": level.started.concurrency,
+        "concurrency": level.concurrency,
         "window_seconds": level.window_seconds,
         "due": judged.due,
         "good": judged.good,

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.capacity.capacity_text import capacity_in_words
 from crossover.models.tables import Column, table_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, RateInterval, ReportData
@@ -84,7 +84,7 @@ def _is_similar(cell: CellData, best: CellData) -> bool:
 def _capacity_words(cell: CellData) -> str:
     if cell.capacity is None:
         return cell.reason
-    return capacity_text.in_words(cell.capacity, cell.unit_rate)
+    return capacity_in_words(cell.capacity, cell.unit_rate)
 
 
 def _chosen_engines(data: ReportData) -> Section | None:

@@ -35,6 +35,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from crossover.models.formatting import size
 from crossover.serving.capacity.scheduler_settings import AUTO, SchedulerSettings
 from crossover.serving.errors import EngineFailed, Unsupported
 from crossover.serving.faults import check, fault_of
@@ -82,13 +83,31 @@ class BackendInfo(msgspec.Struct, frozen=True):
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
-class EngineMemory(msgspec.Struct, frozen=True):
-    """The memory that an engine will use besides its weights, at one context length."""
+class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of an engine by what it is for: as it is predicted, or as an engine reports it for
+    a file."""
 
-    context_tokens: int
-    kv_bytes: int  # of all slots
-    state_bytes: int  # recurrent states of all slots, and the checkpoints of slots that need them
-    buffer_bytes: int  # of a step's computation and logits
+    weight_bytes: int = 0
+    kv_bytes: int = 0  # of all slots
+    state_bytes: int = 0  # recurrent states of all slots, and checkpoints of those that need them
+    buffer_bytes: int = 0  # of a step's computation and logits, mostly of a long context's
+    overhead_bytes: int = 0  # libraries, vocabulary, copies of weights
+
+    @property
+    def total_bytes(self) -> int:
+        cache = self.kv_bytes + self.state_bytes
+        return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
+
+    @property
+    def in_words(self) -> str:
+        """The parts as text: "weights 1.2 GB + KV 0.4 GB + ..."."""
+        parts = [f"weights {size(self.weight_bytes)}", f"KV {size(self.kv_bytes)}"]
+        if self.state_bytes:
+            parts.append(f"state {size(self.state_bytes)}")
+        if self.buffer_bytes:
+            parts.append(f"buffers {size(self.buffer_bytes)}")
+        parts.append(f"overhead {size(self.overhead_bytes)}")
+        return " + ".join(parts)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

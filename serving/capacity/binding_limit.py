@@ -133,7 +133,7 @@ def binding_limit(
     """
     if taken_share is not None and taken_share >= MIN_TAKEN:
         return by_other_processes(rate, taken_share)
-    unloaded = server.alone()
+    unloaded = server.unloaded()
     if slo.met_by(unloaded).mean() < slo.target or not rate:
         unloaded_limit = missed_unloaded([unloaded], slo)
         return msgspec.structs.replace(unloaded_limit, taken_share=taken_share)

@@ -2,7 +2,7 @@
 
     server = ServerModel(step_times, SchedulerSettings(slots=8))
     result = server.capacity(Demand(workload), SLO_PRESETS["chat"])
-    result.rate, result.steepness, result.alone_share
+    result.rate, result.steepness, result.unloaded_attainment
 
 Campaigns, sliders, other machines, GPUs and plans all use it. Rates count requests.
 If these are turns of conversations, conversations begin at the rate divided by their mean number of
@@ -122,7 +122,7 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     rate: float  # requests/s; 0.0: the SLO is missed unloaded, or at every rate
     steepness: float  # -d ln(rate) / d ln(step time), at least 1
-    alone_share: float  # SLO attainment unloaded, with one request at a time
+    unloaded_attainment: float  # SLO attainment unloaded, with one request at a time
     # Concurrent users at that rate: conversations in progress, including those whose users read
     # and think. None: the requests are independent.
     users: float | None = None
@@ -309,9 +309,9 @@ class Server:
     def capacity(self, slo: Slo) -> SimulatedCapacity:
         """Return the simulated capacity. If the server meets the SLO even when it is saturated, the
         rate is the saturated rate."""
-        unloaded_share = float(slo.met_by(self.alone()).mean())
+        unloaded_share = float(slo.met_by(self.unloaded()).mean())
         if unloaded_share < slo.target:
-            return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
+            return SimulatedCapacity(rate=0.0, steepness=1.0, unloaded_attainment=unloaded_share)
         rate = self.crossing(slo)
         steepness = 1.0
         if rate > 0:
@@ -323,7 +323,7 @@ class Server:
                 steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
         users = self.users(rate) if rate > 0 else None
         return SimulatedCapacity(
-            rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
+            rate=rate, steepness=steepness, unloaded_attainment=unloaded_share, users=users
         )
 
     def changed(
@@ -342,7 +342,7 @@ class Server:
             count=count,
         )
 
-    def alone(self) -> Simulated:
+    def unloaded(self) -> Simulated:
         """Return the unloaded server: TTFT and TPOT of one request at a time, in closed form.
 
         Conversations come one after the other, so that a slot holds the whole history.
@@ -503,7 +503,7 @@ class Server:
         """Return the seconds from a conversation's start to each of its turns on an idle server."""
         turns = self.lengths.turns
         assert turns is not None
-        answer_seconds = self.alone().e2e
+        answer_seconds = self.unloaded().e2e
         previous_answer_seconds = np.concatenate([[0.0], answer_seconds[:-1]])
         gaps = np.where(turns.number > 0, turns.think_seconds + previous_answer_seconds, 0.0)
         elapsed = np.cumsum(gaps)

@@ -239,7 +239,7 @@ def _memory_line(attempt: Attempt) -> str:
         free_text = f"{size(attempt.free_bytes)} may be used"
     return (
         f"{attempt.device.upper()} {attempt.backend:9} {attempt.weight_format:7} "
-        f"{attempt.memory_text} = {size(attempt.need_bytes)}: {verdict}, {free_text}"
+        f"{attempt.memory.in_words} = {size(attempt.need_bytes)}: {verdict}, {free_text}"
     )
 
 

@@ -10,12 +10,12 @@ from crossover.models.errors import as_sentence
 from crossover.serving.errors import (
     ContextOverflow,
     LoadFailed,
+    ModelNotServed,
     NoRoom,
     Overloaded,
     ServingError,
     TokenOutOfRange,
     Unavailable,
-    UnknownModel,
 )
 from crossover.serving.placement.placement_policy import NoPlacement
 
@@ -30,7 +30,7 @@ _TYPES = {
 _STATUS_AND_CODE: dict[type[Exception], tuple[int, str]] = {
     NoPlacement: (507, "does_not_fit"),
     LoadFailed: (500, "load_failed"),
-    UnknownModel: (404, "model_not_found"),
+    ModelNotServed: (404, "model_not_found"),
     ContextOverflow: (400, "context_length_exceeded"),
     TokenOutOfRange: (400, "token_out_of_range"),
 }

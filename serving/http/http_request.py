@@ -102,7 +102,7 @@ class Request:
     ) -> ServedModel:
         """Return the model, loaded if needed, and keep it loaded until the request ends.
 
-        Raises UnknownModel, Unavailable; ApiError 504 at the deadline.
+        Raises ModelNotServed, Unavailable; ApiError 504 at the deadline.
         """
         self.model = model = self.registry.named(name)
         self.deadline_seconds = deadline_seconds

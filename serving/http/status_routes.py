@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from crossover.models.machine_limits import available_bytes
-from crossover.serving.backends.backend_interface import BackendInfo
+from crossover.serving.backends.backend_interface import BackendInfo, EngineMemory
 from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import ContextOverflow, EngineState
 from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
@@ -31,8 +31,6 @@ from crossover.serving.registry.served_model import ServedModel
 
 # Keys of /v1/placement that are null while no engine is ready.
 _KEYS_OF_READY_ENGINE = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
-# The parts of the predicted memory, as fields of Attempt.
-_MEMORY_PARTS = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -68,7 +66,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 async def one_model(request: Request) -> dict[str, Any]:
-    """Return the model with this id, which may contain slashes. Raises UnknownModel."""
+    """Return the model with this id, which may contain slashes. Raises ModelNotServed."""
     models = request.registry.models
     for name, model in models.items():
         # Doubled and trailing slashes were removed from the path, so the name is compared alike.
@@ -181,15 +179,14 @@ def _describe_prefix_reuse(is_enabled: bool, info: BackendInfo) -> str:
     return f"nothing: {info.why_not_rewinds or 'this engine cannot truncate a sequence'}"
 
 
-def _predicted_memory(model: ServedModel) -> dict[str, int] | None:
-    """Return the predicted memory of the running engine in bytes, by part; None: there is no
-    prediction for it."""
+def _predicted_memory(model: ServedModel) -> EngineMemory | None:
+    """Return the predicted memory of the running engine; None: there is no prediction for it."""
     if model.placement is None:
         return None
     config = model.supervisor.config
     for attempt in model.placement.attempts:
         if (attempt.backend, attempt.device) == (config.backend, config.device):
-            return {part: getattr(attempt, part) for part in _MEMORY_PARTS}
+            return attempt.memory
     return None
 
 

@@ -78,9 +78,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
     weight_bytes: int | None = None  # size of the file; None: there is no file yet
-    # The memory that the CPU's engine reports for this file, by ascending context length; (): there
-    # is no file yet, or the engine cannot report it.
-    memory_by_context: tuple[EngineMemory, ...] = ()
+    # The memory besides the weights that the CPU's engine reports for this file, by ascending
+    # context length; {}: there is no file yet, or the engine cannot report it.
+    memory_by_context: Mapping[int, EngineMemory] = {}
     check_memory: bool = True  # False: a candidate that does not fit is accepted, with a reason
     # (backend, weight format) pairs for the CPU if no backend is requested, best first; (): the
     # order of the table of backends.
@@ -101,15 +101,11 @@ class Attempt(msgspec.Struct, frozen=True):
     backend: str
     weight_format: str
     device_name: str
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int  # libraries, vocabulary, copies of weights
+    memory: EngineMemory
     free_bytes: int | None  # free memory that may be used; None: the machine does not report it
     settings: SchedulerSettings = SchedulerSettings()  # with the KV type that the engine stores
     device_id: str = ""  # the GPU's UUID; "": the CPU, or the driver reports no UUID
     vendor: str = ""  # of the GPU
-    state_bytes: int = 0  # recurrent states of all slots, and checkpoints
-    buffer_bytes: int = 0  # of a step's computation, mostly attention over a long context
 
     @property
     def place(self) -> str:
@@ -119,19 +115,7 @@ class Attempt(msgspec.Struct, frozen=True):
     @property
     def need_bytes(self) -> int:
         """The predicted memory in total."""
-        cache = self.kv_bytes + self.state_bytes
-        return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
-
-    @property
-    def memory_text(self) -> str:
-        """The parts of the predicted memory as text: "weights 1.2 GB + KV 0.4 GB + ..."."""
-        parts = [f"weights {size(self.weight_bytes)}", f"KV {size(self.kv_bytes)}"]
-        if self.state_bytes:
-            parts.append(f"state {size(self.state_bytes)}")
-        if self.buffer_bytes:
-            parts.append(f"buffers {size(self.buffer_bytes)}")
-        parts.append(f"overhead {size(self.overhead_bytes)}")
-        return " + ".join(parts)
+        return self.memory.total_bytes
 
     @property
     def fits(self) -> bool:
@@ -235,7 +219,8 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
             attempt = predict(engine_request, facts, engine.backend, gpu)
             if attempt.free_bytes is None:
                 continue
-            growing_bytes = attempt.kv_bytes + attempt.buffer_bytes  # with the context
+            # With the context.
+            growing_bytes = attempt.memory.kv_bytes + attempt.memory.buffer_bytes
             fixed_bytes = attempt.need_bytes - growing_bytes
             max_bytes = min(KV_SHARE * attempt.free_bytes, attempt.free_bytes - fixed_bytes)
             if growing_bytes > max_bytes:
@@ -415,16 +400,16 @@ def consider(
     if attempt.fits:
         return Considered(attempt, None)
     free_bytes = attempt.free_bytes or 0
-    slots_bytes = attempt.kv_bytes + attempt.state_bytes
+    slots_bytes = attempt.memory.kv_bytes + attempt.memory.state_bytes
     other_bytes = attempt.need_bytes - slots_bytes
     fitting_slots = (free_bytes - other_bytes) // max(1, slots_bytes // settings.slots)
     advice = "use a smaller model or format"
     if fitting_slots > 0:
         advice = f"{fitting_slots} slots instead of {settings.slots} would fit"
+    parts = attempt.memory.in_words.replace(" + ", ", ")
     text = (
         f"{request.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
-        f"{where} ({attempt.memory_text.replace(' + ', ', ')}), {size(free_bytes)} may be used; "
-        f"{advice}"
+        f"{where} ({parts}), {size(free_bytes)} may be used; {advice}"
     )
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return Considered(None if request.check_memory else attempt, Reason(cause, text))
@@ -480,10 +465,7 @@ def predict(
                 buffer_bytes = spec.buffer_bytes(model, attended_tokens, slots)
             state_bytes = spec.state_bytes(model, kv_tokens, slots, kv_dtype, request.prefix_reuse)
             memory = EngineMemory(
-                context_tokens=context,
-                kv_bytes=kv_bytes,
-                state_bytes=state_bytes,
-                buffer_bytes=buffer_bytes,
+                kv_bytes=kv_bytes, state_bytes=state_bytes, buffer_bytes=buffer_bytes
             )
         return Attempt(
             device=device,
@@ -492,11 +474,9 @@ def predict(
             settings=msgspec.structs.replace(
                 settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
             ),
-            weight_bytes=weight_bytes,
-            kv_bytes=memory.kv_bytes,
-            state_bytes=memory.state_bytes,
-            buffer_bytes=memory.buffer_bytes,
-            overhead_bytes=overhead_bytes,
+            memory=msgspec.structs.replace(
+                memory, weight_bytes=weight_bytes, overhead_bytes=overhead_bytes
+            ),
             free_bytes=usable_bytes,
             device_name=facts.cpu_model if gpu is None else gpu.name,
             device_id="" if gpu is None else gpu.uuid or "",
@@ -513,39 +493,35 @@ def predict(
     return with_slots(requested.slots or DEFAULT_SETTINGS["cpu"].slots)
 
 
-def memory_at(memory_by_context: Sequence[EngineMemory], context: int) -> EngineMemory:
+def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> EngineMemory:
     """Return an engine's memory at this context length (tokens), interpolated or extrapolated
     linearly from its memory at other lengths, which are ascending.
 
     Caches grow linearly with the context, in blocks of KV_BLOCK_TOKENS. Buffers are the maximum of
     constant and linear parts, so interpolation never predicts too little.
     """
-    contexts = [memory.context_tokens for memory in memory_by_context]
-    if context in contexts:
-        return memory_by_context[contexts.index(context)]
-    blocks = math.ceil(context / KV_BLOCK_TOKENS)
-    if len(memory_by_context) == 1:
-        (memory,) = memory_by_context
-        scale = blocks / math.ceil(memory.context_tokens / KV_BLOCK_TOKENS)
+    if context in memory_by_context:
+        return memory_by_context[context]
+    contexts, blocks = list(memory_by_context), math.ceil(context / KV_BLOCK_TOKENS)
+    if len(contexts) == 1:
+        memory = memory_by_context[contexts[0]]
+        scale = blocks / math.ceil(contexts[0] / KV_BLOCK_TOKENS)
         return msgspec.structs.replace(
             memory,
-            context_tokens=context,
             kv_bytes=round(memory.kv_bytes * scale),
             buffer_bytes=round(memory.buffer_bytes * scale),
         )
     # The neighbors of the context, or the two lengths at the end beyond which it lies.
     right = min(max(1, bisect_left(contexts, context)), len(contexts) - 1)
-    shorter, longer = memory_by_context[right - 1], memory_by_context[right]
+    shorter, longer = (memory_by_context[tokens] for tokens in contexts[right - 1 : right + 1])
     padded_context = blocks * KV_BLOCK_TOKENS
-    span_tokens = longer.context_tokens - shorter.context_tokens
-    share = (padded_context - shorter.context_tokens) / span_tokens
+    share = (padded_context - contexts[right - 1]) / (contexts[right] - contexts[right - 1])
 
     def interpolate(short_bytes: int, long_bytes: int) -> int:
         return max(0, round(short_bytes + share * (long_bytes - short_bytes)))
 
     return msgspec.structs.replace(
         longer,
-        context_tokens=context,
         kv_bytes=interpolate(shorter.kv_bytes, longer.kv_bytes),
         buffer_bytes=interpolate(shorter.buffer_bytes, longer.buffer_bytes),
     )
@@ -601,7 +577,7 @@ def explain(placement: Placement) -> list[str]:
         verdict = "" if attempt.fits else " - does not fit"
         lines.append(
             f"  {prefix}{attempt.device.upper()} {attempt.backend} "
-            f"({attempt.device_name}): {attempt.memory_text} = {size(attempt.need_bytes)} "
+            f"({attempt.device_name}): {attempt.memory.in_words} = {size(attempt.need_bytes)} "
             f"({attempt.settings.pool_tokens} KV tokens, {attempt.settings.kv_dtype}); "
             f"may use {free}{verdict}"
         )

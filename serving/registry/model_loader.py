@@ -217,7 +217,7 @@ class ModelLoader:
         fits = free is None or attempt.need_bytes <= free
         if model.prepared.request.check_memory and not fits:
             return None
-        return ENGINE_START_SECONDS + attempt.weight_bytes / LOAD_BYTES_PER_SECOND
+        return ENGINE_START_SECONDS + attempt.memory.weight_bytes / LOAD_BYTES_PER_SECOND
 
     # Unloading.
 

@@ -317,7 +317,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     """Return the request for placement: the model's shape and size and, unless it is a ladder
     model, its backend and weight format. Placement chooses these for a ladder model."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
-    memory_by_context: tuple[EngineMemory, ...] = ()
+    memory_by_context: dict[int, EngineMemory] = {}
     published = find_ladder_model(model.source)
     if published is not None:
         # Its files are made later, once placement has decided that it fits in memory.

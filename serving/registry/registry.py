@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from crossover.serving.errors import EngineState, NoRoom, ServingError, Unavailable, UnknownModel
+from crossover.serving.errors import EngineState, ModelNotServed, NoRoom, ServingError, Unavailable
 from crossover.serving.metrics import Metrics, ServerMetrics
 from crossover.serving.registry.model_loader import (
     UNLOADED_STATES,
@@ -55,16 +55,16 @@ class Registry:
         return next(iter(self.models.values()))
 
     def named(self, name: str | None) -> ServedModel:
-        """Return the model with this name. Raises UnknownModel."""
+        """Return the model with this name. Raises ModelNotServed."""
         if name is None and len(self.models) == 1:
             return self.first
         if name in self.models:
             return self.models[name]
         served_names = ", ".join(map(repr, self.models))
         if name is None:
-            raise UnknownModel(f"model: This key is required, because {served_names} are served.")
+            raise ModelNotServed(f"model: This key is required, because {served_names} are served.")
         text = f"The model {name[:200]!r} does not exist. Served models: {served_names}"
-        raise UnknownModel(text)
+        raise ModelNotServed(text)
 
     def states(self) -> dict[str, EngineState]:
         """Return the state of each model; one whose load is queued counts as loading."""

@@ -57,7 +57,7 @@ _INACTIVE = (EngineState.failed, EngineState.stopped, EngineState.draining, Engi
 _BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
 
 
-class Event(msgspec.Struct, frozen=True):
+class EngineEvent(msgspec.Struct, frozen=True):
     """Something that happened to an engine."""
 
     unix_seconds: float
@@ -84,7 +84,7 @@ class Supervisor:
         bounds: QueueBounds = _BOUNDS,
         limits: RecoveryLimits = _LIMITS,
         standby: bool = False,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[EngineEvent], None] | None = None,
         on_output: Callable[[str], None] = print,
     ) -> None:
         self.configs = tuple(configs)
@@ -94,7 +94,7 @@ class Supervisor:
         self.requests = InflightRequests(bounds, configs[0].settings.slots)
         self.ready: ipc.Ready | None = None  # the serving engine's message; None: none serves
         self.loading: ipc.Loading | None = None
-        self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self.events: deque[EngineEvent] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
         self.bridges = 0  # fallbacks that began while the preferred engine was restarting
         # Returns an upper bound of the seconds that an engine takes to load the first time; None if
@@ -472,9 +472,9 @@ class Supervisor:
         engine: EngineProcess | None = None,
         cause: Cause | None = None,
     ) -> None:
-        """Record an Event of an engine (None: the current one) and report it to `on_event`."""
+        """Record an event of an engine (None: the current one) and report it to `on_event`."""
         name = engine.label if engine is not None else self.label
-        event = Event(time.time(), kind, name, message, cause, self.config.model_name)
+        event = EngineEvent(time.time(), kind, name, message, cause, self.config.model_name)
         self.events.append(event)
         if self._on_event is not None:
             # Later, on the loop: a failing listener must not keep the next engine from starting.

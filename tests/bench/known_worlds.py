@@ -22,6 +22,7 @@ import numpy as np
 
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.shape.model_spec import ModelSpec, Routing
@@ -76,7 +77,7 @@ class World:
         )
         level = Level.of(
             records,
-            LevelStarted(cell="c", level="l", window_seconds=float(due[-1])),
+            LevelStarted(cell="c", level="l", plan=LevelPlan(window_seconds=float(due[-1]))),
         )
         good = self.slo.met_by(level)
         return float(good[len(good) // 50 :].mean())
@@ -89,7 +90,9 @@ class World:
         server = (self.quiet or self.serving)(99, 0.0, start)
         assert isinstance(server, KnownServer)
         records = server.converse(begins, sessions, until=seconds)
-        level = Level.of(records, LevelStarted(cell="c", level="l", window_seconds=seconds))
+        level = Level.of(
+            records, LevelStarted(cell="c", level="l", plan=LevelPlan(window_seconds=seconds))
+        )
         return float(self.slo.met_by(level)[level.due > 0.1 * seconds].mean())
 
     @functools.cache  # noqa: B019

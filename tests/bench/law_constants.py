@@ -28,6 +28,7 @@ from crossover.loadtests.capacity import step_observation
 from crossover.loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -124,8 +125,7 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
     started = LevelStarted(
         cell=begun["cell"],
         level=begun["level"],
-        rate_per_second=begun.get("rate_per_second"),
-        window_seconds=end,
+        plan=LevelPlan(rate=(begun.get("plan") or begun).get("rate"), window_seconds=end),
     )
     finished = LevelFinished(
         cell=begun["cell"],

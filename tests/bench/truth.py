@@ -176,7 +176,7 @@ def _simulated_good_turns(server: ServerModel, level: Level, slo: Slo, workload:
     times in the simulation, whose answers end at other times; the number is scaled to as many turns
     as were due in the window."""
     reuse = server.reuse or PrefixReuse()
-    sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.seed)
+    sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.plan.seed)
     begins = {
         int(level.session[one]): float(level.due[one]) for one in np.flatnonzero(level.turn == 0)
     }
@@ -233,7 +233,7 @@ def shown(rows: list[Row]) -> list[str]:
             "-" if row.error is None else f"{row.error:+.0%}{'' if row.covers else ' (outside)'}"
         )
         truth, plain = (f"{v:.3g}/s" if v else "-" for v in (row.truth, row.plain))
-        words = capacity_text.in_words(row.found)
+        words = capacity_text.capacity_in_words(row.found)
         out.append(f"| {row.cell} | {words} | {levels} | {truth} | {plain} | {error} |")
     known = [row for row in rows if row.truth is not None]
     within = sum(abs(row.error or 9.0) <= WITHIN for row in known)

@@ -301,11 +301,11 @@ def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> No
     assert any(one.engine is not None and one.engine.rss_bytes for one in samples)
     assert any(one.cores is not None for one in samples), "disturbance is seen too"
     seeds = {
-        one.level.rpartition("#")[2]: one.seed
+        one.level.rpartition("#")[2]: one.plan.seed
         for one in of_kind(records.events, LevelStarted, "smollm2-135m-fake")
     }
     for one in of_kind(records.events, LevelStarted, "smollm2-135m-ab-scripted"):
-        assert seeds.get(one.level.rpartition("#")[2], one.seed) == one.seed
+        assert seeds.get(one.level.rpartition("#")[2], one.plan.seed) == one.plan.seed
 
 
 def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
     assert of_kind(events, Waited)
     assert f"(pid {busy[0]}" in said and "waiting for an idle machine" in said
     rates = [
-        one.rate_per_second
+        one.plan.rate
         for one in of_kind(events, LevelStarted)
         if one.level not in [level.level for level in lost]
     ]

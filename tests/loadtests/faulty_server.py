@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 
 from crossover.loadtests.selftest import reference_server
-from crossover.loadtests.selftest.reference_server import Body, Server, Stream, http_chunk
+from crossover.loadtests.selftest.reference_server import (
+    Body,
+    ReferenceServer,
+    ReferenceStream,
+    http_chunk,
+)
 
 
 class Truth(reference_server.Truth, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +33,7 @@ class Truth(reference_server.Truth, frozen=True, forbid_unknown_fields=True):
     case: str = ""  # nothing but a name: servers of different cases share no log
 
 
-class FaultyStream(Stream):
+class FaultyStream(ReferenceStream):
     def __init__(self, fail: str, path: str, truth: Truth, number: int, body: Body, *more: Any):
         self.fail, self.is_chat = fail, path.endswith("chat/completions")
         if self.is_chat:
@@ -60,7 +65,7 @@ class FaultyStream(Stream):
         return super().end() if self.faults.done else b"0\r\n\r\n"
 
 
-class FaultyServer(Server):
+class FaultyServer(ReferenceServer):
     truth: Truth
 
     def respond(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
@@ -69,7 +74,7 @@ class FaultyServer(Server):
             return 401, {"error": {"message": "no"}}
         return super().respond(path, headers, body)
 
-    def stream(self, path: str, *asked: Any) -> Stream:
+    def stream(self, path: str, *asked: Any) -> ReferenceStream:
         number, body = asked[:2]
         truth = msgspec.structs.replace(self.truth, **body.get("truth", {}))
         is_failing = number > truth.fail_after and number % truth.fail_every == 0
@@ -77,7 +82,7 @@ class FaultyServer(Server):
         fail = "status:400" if fields & set(truth.refuse) else truth.fail if is_failing else ""
         return FaultyStream(fail, path, truth, *asked)
 
-    async def answer(self, stream: Stream) -> None:
+    async def answer(self, stream: ReferenceStream) -> None:
         assert isinstance(stream, FaultyStream)
         fail, writer = stream.fail, stream.writer
         if fail == "slam":

@@ -495,7 +495,7 @@ def test_the_simulated_ttft_of_a_single_request_has_its_time_outside_the_engine(
         prompts = level.prompt_tokens.astype(np.int64)
         lengths = Lengths(prompts, np.ones_like(prompts), np.zeros_like(prompts))
         simulated_ttft = (
-            Server(cell.server.step_times, cell.server.settings, lengths).alone().ttft.mean()
+            Server(cell.server.step_times, cell.server.settings, lengths).unloaded().ttft.mean()
         )
         assert simulated_ttft == pytest.approx(level.ttft.mean(), rel=0.05)
         outside_seconds = cell.server.step_times.request_seconds

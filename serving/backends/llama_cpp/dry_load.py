@@ -1,7 +1,7 @@
 """Loads a GGUF file without allocating memory: whether llama.cpp supports it, and what it needs.
 
     memory = dry_load(EngineConfig("llama_cpp", "x.gguf", "x"), contexts=(2048, 8192))
-    memory[1].kv_bytes, memory[1].state_bytes, memory[1].buffer_bytes
+    memory[8192].kv_bytes, memory[8192].state_bytes, memory[8192].buffer_bytes
 
 A child process loads the file with `no_alloc`: llama.cpp reads the header, checks every tensor and
 plans its caches and compute graphs, but allocates nothing. This takes 0.02 to 0.7 s for files of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,14 +53,14 @@ class _Failure(msgspec.Struct):
     text: str
 
 
-def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[EngineMemory, ...]:
-    """Return the memory that llama.cpp needs besides the weights, at each of these context lengths
+def dry_load(config: EngineConfig, contexts: Sequence[int]) -> dict[int, EngineMemory]:
+    """Return the memory that llama.cpp needs besides the weights, by these context lengths
     (tokens).
 
     Raises BrokenWeights (llama.cpp cannot load the file), UnsupportedModel, BackendUnavailable,
     OutOfMemory, and Unsupported (an option or setting).
     """
-    request_json = msgspec.json.encode((config, [*contexts])).decode()
+    request_json = msgspec.json.encode((config, contexts)).decode()
     child = run_python("-m", __name__, request_json, timeout_seconds=MAX_SECONDS)
     name = Path(config.model_path).name
     if child.status is None:
@@ -75,7 +75,7 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[EngineMemor
             raise Unsupported(answer.text, "options")
         error_type = _ERRORS.get(answer.kind, BrokenWeights)
         raise error_type(answer.text)
-    return tuple(answer)
+    return dict(zip(contexts, answer, strict=True))
 
 
 def reported_memory(
@@ -84,8 +84,9 @@ def reported_memory(
     requested: RequestedSettings,
     options: Mapping[str, Any] = MappingProxyType({}),
     prefix_reuse: bool = True,
-) -> tuple[EngineMemory, ...]:
-    """Return the memory that llama.cpp and its checkpoints need besides the weights of a file.
+) -> dict[int, EngineMemory]:
+    """Return the memory that llama.cpp and its checkpoints need besides the weights of a file, by
+    context length.
 
     The context is the requested one, or the requested KV tokens if these are fewer. If neither is
     requested, there is one entry for each doubling from MIN_CONTEXT to the model's maximum, in
@@ -108,12 +109,15 @@ def reported_memory(
         options={key: options[key] for key in LlamaOptions.__struct_fields__ if key in options},
     )
     memory_by_context = dry_load(config, contexts)
-    if not any(entry.kv_bytes or entry.state_bytes for entry in memory_by_context):
+    if not any(entry.kv_bytes or entry.state_bytes for entry in memory_by_context.values()):
         raise UnsupportedModel(
             f"{spec.name} keeps nothing of a sequence, as encoders and embedding models do; it "
             "writes no text. Use llama-server --embeddings for it."
         )
-    return tuple(_with_checkpoints(entry, spec, config) for entry in memory_by_context)
+    return {
+        tokens: _with_checkpoints(entry, tokens, spec, config)
+        for tokens, entry in memory_by_context.items()
+    }
 
 
 def _sampled_contexts(spec: ModelSpec) -> list[int]:
@@ -133,7 +137,7 @@ def _sampled_contexts(spec: ModelSpec) -> list[int]:
 
 
 def _with_checkpoints(
-    reported: EngineMemory, spec: ModelSpec, config: EngineConfig
+    reported: EngineMemory, context: int, spec: ModelSpec, config: EngineConfig
 ) -> EngineMemory:
     """Return the reported memory plus that of the checkpoints, which llama.cpp does not include.
 
@@ -142,7 +146,7 @@ def _with_checkpoints(
     """
     slots, kv_dtype = config.settings.slots, config.settings.kv_dtype
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
-    tokens = slots * reported.context_tokens
+    tokens = slots * context
     implied_bytes = state_bytes(spec, tokens, slots, kv_dtype, has_checkpoints=False)
     with_checkpoints = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse)
     checkpoint_bytes = with_checkpoints - implied_bytes
@@ -164,7 +168,7 @@ def _measure(config: EngineConfig, contexts: list[int]) -> list[EngineMemory]:
         LOG.on_line = None
         loader.llama.llama_free(context)
         sizes = {name: _logged_bytes(pattern, lines) for name, pattern in _SIZES.items()}
-        memory_by_context.append(EngineMemory(context_tokens=tokens, **sizes))
+        memory_by_context.append(EngineMemory(**sizes))
     return memory_by_context
 
 

@@ -100,7 +100,7 @@ class TorchBackend:
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         parse_options(msgspec.Struct, config.options, "torch")  # there are none: any is refused
-        self._device = device = device_of(config.device)
+        self._device = device = torch_device_of(config.device)
         self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
         folder, settings = Path(config.model_path), config.settings
         slots, context = settings.slots, settings.context_tokens
@@ -277,7 +277,7 @@ class TorchBackend:
         self.truncate(0, 0)
 
 
-def device_of(name: str) -> torch.device:
+def torch_device_of(name: str) -> torch.device:
     """Return the torch device of "cpu" or "gpu". Raises BackendUnavailable."""
     if name == "cpu":
         return torch.device("cpu")

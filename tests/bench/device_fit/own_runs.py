@@ -40,7 +40,7 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
     machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
     service = Service(machine, cell.spec, cell.weight_format, cell.traffic)
-    alone = simulation_of(service, EXPECTED_STEPS).alone()
+    alone = simulation_of(service, EXPECTED_STEPS).unloaded()
     name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
     found, like = cell.capacity, cell.unit_rate
     rows = [

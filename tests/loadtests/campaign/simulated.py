@@ -23,13 +23,14 @@ import pytest
 
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
-from crossover.loadtests.campaign.level_runner import LevelSpec, ServerBench, judge_level
+from crossover.loadtests.campaign.level_runner import ServerBench, judge_level
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.errors import LevelInterrupted
 from crossover.loadtests.levels.disturbance import disturbance_of
 from crossover.loadtests.levels.level_columns import Level, LevelRows
 from crossover.loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess
 from crossover.loadtests.records.run_folder import RunFolder
@@ -123,7 +124,7 @@ class Simulated:
     slots_said: int | None = None  # by a server that says its slots and nothing else
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
-    fate: Callable[[CellState, LevelSpec], None] = lambda state, asked: None
+    fate: Callable[[CellState, str], None] = lambda state, level: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
     # From when to when a process has `hog_share` of the engine's core.
     hog: tuple[float, float] = (0.0, 0.0)
@@ -190,30 +191,25 @@ class Bench(ServerBench):
         super().__init__(state, Progress(world.said))
         self.world, self.policy, self.slots = world, world.policy, world.slots_said
 
-    def measure(self, asked: LevelSpec) -> Level:
+    def measure(self, name: str, plan: LevelPlan, *, counts_slight: bool = False) -> Level:
         world, state = self.world, self.state
         started = LevelStarted(
             cell=state.key,
-            level=asked.name,
+            level=name,
+            plan=plan,
             start=state.starts,
-            rate_per_second=asked.rate,
-            concurrency=1 if asked.requests is not None else None,
-            warmup_seconds=asked.warmup_seconds,
-            window_seconds=asked.window_seconds,
-            seed=asked.seed,
             started_unix_seconds=1e9 + world.now,
         )
         state.record(started)
-        records = self._records(asked)
+        records = self._records(name, plan)
         last = max([0.0, *(one.ended_seconds or 0.0 for one in records)])
-        seconds = asked.warmup_seconds + asked.window_seconds
-        window = asked.window_seconds
-        if asked.rate is None:
+        seconds, window = plan.duration_seconds, plan.window_seconds
+        if plan.rate is None:
             seconds = window = max(last, 1e-3)
         for record in records[: len(records) // 2]:
             state.run.append_request(record)
         began, world.now = world.now, world.now + max(seconds, last) + OVERHEAD_SECONDS
-        world.fate(state, asked)  # half of the requests are on record
+        world.fate(state, name)  # half of the requests are on record
         rows = LevelRows()
         for index, record in enumerate(records):
             rows.add(record)
@@ -222,57 +218,57 @@ class Bench(ServerBench):
         is_ignored = state.campaign.disturbance == "ignore"
         finished = LevelFinished(
             cell=state.key,
-            level=asked.name,
+            level=name,
             due=len(records),
             window_seconds=window,
             spent_seconds=round(world.now - began, 3),
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
         level = rows.level(started, finished)
-        level = judge_level(level, state.campaign.slo, [], asked.counts_slight)
+        level = judge_level(level, state.campaign.slo, [], counts_slight)
         state.finish_level(level)
         return level
 
-    def _records(self, asked: LevelSpec) -> list[RequestRecord]:
-        server, state = self.world.server(asked.seed, self.state.starts), self.state
+    def _records(self, name: str, plan: LevelPlan) -> list[RequestRecord]:
+        server, state = self.world.server(plan.seed, self.state.starts), self.state
         workload = state.campaign.workload
-        named = (state.key, asked.name)
-        if asked.burst is not None:
-            burst = asked.burst
+        named = (state.key, name)
+        if plan.burst is not None:
+            burst = plan.burst
             due = [0.0] * burst.streams
             return server.records(due, burst.prompt_tokens, burst.output_tokens, None, *named)
         if workload.has_sessions:
-            return self._conversations(server, asked)
-        if asked.rate is None:
-            return self._one_by_one(server, asked)
-        seconds = asked.warmup_seconds + asked.window_seconds
-        due = due_times(state.campaign.arrivals, asked.rate, seconds, asked.seed).tolist()
-        asks = draw(workload, len(due), asked.seed)
+            return self._conversations(server, name, plan)
+        if plan.rate is None:
+            return self._one_by_one(server, name, plan)
+        seconds = plan.duration_seconds
+        due = due_times(state.campaign.arrivals, plan.rate, seconds, plan.seed).tolist()
+        asks = draw(workload, len(due), plan.seed)
         prompts = [ask.prompt_tokens for ask in asks]
         return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
 
-    def _conversations(self, server: Serves, asked: LevelSpec) -> list[RequestRecord]:
+    def _conversations(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         """As the load generator has them: at a rate, or one after the other without thinking."""
-        campaign, named = self.state.campaign, {"cell": self.state.key, "level": asked.name}
+        campaign, named = self.state.campaign, {"cell": self.state.key, "level": name}
         assert isinstance(server, KnownServer)
-        seconds = asked.warmup_seconds + asked.window_seconds
-        if asked.rate is None:
-            sessions = draw_sessions(campaign.workload, asked.requests or 1, asked.seed)
-            most = asked.requests
+        seconds = plan.duration_seconds
+        if plan.rate is None:
+            sessions = draw_sessions(campaign.workload, plan.requests or 1, plan.seed)
+            most = plan.requests
             return server.converse([], sessions, thinks=False, most=most, until=seconds, **named)
-        rate = asked.rate / mean_turns_of(campaign.workload)
-        begins = due_times(campaign.arrivals, rate, seconds, asked.seed).tolist()
-        sessions = draw_sessions(campaign.workload, len(begins), asked.seed)
+        rate = plan.rate / mean_turns_of(campaign.workload)
+        begins = due_times(campaign.arrivals, rate, seconds, plan.seed).tolist()
+        sessions = draw_sessions(campaign.workload, len(begins), plan.seed)
         return server.converse(begins, sessions, until=seconds, **named)
 
-    def _one_by_one(self, server: Serves, asked: LevelSpec) -> list[RequestRecord]:
+    def _one_by_one(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
-        asks = draw(state.campaign.workload, asked.requests or 1, asked.seed)
+        asks = draw(state.campaign.workload, plan.requests or 1, plan.seed)
         for index, ask in enumerate(asks):
-            if at >= asked.window_seconds:
+            if at >= plan.window_seconds:
                 break
             (one,) = server.records(
-                [at], [ask.prompt_tokens], [ask.output_tokens], cell=state.key, level=asked.name
+                [at], [ask.prompt_tokens], [ask.output_tokens], cell=state.key, level=name
             )
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at
@@ -282,13 +278,11 @@ class Bench(ServerBench):
         self.world.now += seconds
 
 
-def fails_once(
-    name: str, error: Callable[[], BaseException]
-) -> Callable[[CellState, LevelSpec], None]:
+def fails_once(name: str, error: Callable[[], BaseException]) -> Callable[[CellState, str], None]:
     """A fate: the first attempt at the level that ends in `name` fails."""
 
-    def fate(state: CellState, asked: LevelSpec) -> None:
-        if asked.name.endswith(name):
+    def fate(state: CellState, level: str) -> None:
+        if level.endswith(name):
             raise error()
 
     return fate

@@ -16,7 +16,6 @@ from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.cell_runner import MAX_SERVER_STARTS
 from crossover.loadtests.campaign.cell_selection import ESTIMATE_SECONDS
-from crossover.loadtests.campaign.level_runner import LevelSpec
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.errors import (
@@ -60,7 +59,7 @@ def ended(folder: Path) -> list[str]:
 
 
 def test_a_run_that_its_time_limit_ends_names_the_limit(tmp_path: Path) -> None:
-    def fate(state: CellState, asked: LevelSpec) -> None:
+    def fate(state: CellState, level: str) -> None:
         raise KeyboardInterrupt("the time limit of 90 s was reached")
 
     with pytest.raises(Incomplete, match="All finished measurements are kept"):
@@ -78,7 +77,7 @@ def test_an_interrupted_level_is_measured_again_under_another_name(tmp_path: Pat
     (abandoned,) = of_kind(run.events, LevelAbandoned)
     assert abandoned.level.endswith("#2.1") and abandoned.spent_seconds and len(world.opened) == 2
     names = {one.level.partition("#")[2]: one for one in of_kind(run.events, LevelStarted)}
-    assert names["2.2"].seed != names["2.1"].seed
+    assert names["2.2"].plan.seed != names["2.1"].plan.seed
     assert abandoned.level not in run.finished_levels
 
 
@@ -88,8 +87,8 @@ def test_an_interrupted_burst_costs_no_cell(tmp_path: Path) -> None:
 
 
 def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_path: Path) -> None:
-    def fate(state: CellState, asked: LevelSpec) -> None:
-        if "#2." in asked.name and state.key.startswith("smollm2-135m"):
+    def fate(state: CellState, level: str) -> None:
+        if "#2." in level and state.key.startswith("smollm2-135m"):
             raise interrupted()
 
     world = Simulated(fate=fate)
@@ -97,7 +96,7 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
     assert "skipped: smollm2-135m-fake" in world.said.getvalue()
     abandoned = of_kind(read_records(folder).events, LevelAbandoned)
     assert len(abandoned) == MAX_SERVER_STARTS and ended(folder) == ["smollm2-360m-fake"]
-    world.fate = lambda state, asked: None
+    world.fate = lambda state, level: None
     world.resume(folder)
     check_folder(folder)
     assert ended(folder) == ["smollm2-360m-fake", "smollm2-135m-fake"]
@@ -150,8 +149,8 @@ def test_a_cell_has_the_time_of_an_estimate_though_the_one_before_took_all_of_th
 ) -> None:
     world = Simulated()
 
-    def fate(state: CellState, asked: LevelSpec) -> None:
-        if asked.name.endswith("135m-fake#1.1"):  # answers that come minutes late
+    def fate(state: CellState, level: str) -> None:
+        if level.endswith("135m-fake#1.1"):  # answers that come minutes late
             world.now += 600
 
     world.fate = fate
@@ -175,7 +174,7 @@ def test_a_table_has_no_room_for_why_a_cell_was_skipped_and_a_line_below_it_has(
 def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
     left = [MAX_SERVER_STARTS - 1]
 
-    def fate(state: CellState, asked: LevelSpec) -> None:
+    def fate(state: CellState, level: str) -> None:
         if left[0]:
             left[0] -= 1
             raise ServerLost("the server ended (SIGKILL)")
@@ -345,10 +344,10 @@ def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
 ) -> None:
     world = Simulated(speed=lambda now: 0.3 if world.hog[0] < now < world.hog[1] else 1.0)
 
-    def fate(state: CellState, asked: LevelSpec) -> None:
-        if asked.name.endswith("#1.1"):
+    def fate(state: CellState, level: str) -> None:
+        if level.endswith("#1.1"):
             world.hog = (world.now, 1e9)
-        if asked.name.endswith("#burst.1.1"):
+        if level.endswith("#burst.1.1"):
             world.hog = (world.hog[0], world.now)
 
     world.fate = fate
@@ -383,13 +382,13 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_full_disk_is_named_and_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(state: CellState, asked: LevelSpec) -> None:
+    def full(state: CellState, level: str) -> None:
         raise BadRunFolder("requests.jsonl cannot be written: No space left on device")
 
     world = Simulated(fate=full)
     with pytest.raises(BadRunFolder, match="No space left"):
         world.run(campaign(), tmp_path)
     (folder,) = tmp_path.iterdir()
-    world.fate = lambda state, asked: None
+    world.fate = lambda state, level: None
     world.resume(folder)
     check_folder(folder)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.cell_runner import cell_progress
 from crossover.loadtests.campaign.next_measurement import (
-    RunLevel,
-    SingleStream,
-    Stop,
+    StopMeasuring,
     next_measurement,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
@@ -26,6 +25,7 @@ from crossover.loadtests.records.journal_events import (
     Waited,
     of_kind,
 )
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.capacity.simulated_capacity import (
     NO_REUSE,
@@ -45,7 +45,7 @@ def started(folder: Path) -> list[LevelStarted]:
 
 
 def rates(folder: Path) -> list[float]:
-    return [one.rate_per_second for one in started(folder) if one.rate_per_second is not None]
+    return [one.plan.rate for one in started(folder) if one.plan.rate is not None]
 
 
 def found_in(folder: Path) -> Capacity:
@@ -58,7 +58,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     plan = campaign()
     folder = world.run(plan, tmp_path)
     check_folder(folder)
-    assert [one.is_burst for one in started(folder)] == [False, True, True, False]
+    assert [one.plan.is_burst for one in started(folder)] == [False, True, True, False]
     found, (rate,) = found_in(folder), rates(folder)
     step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
     assert world.policy is not None
@@ -141,8 +141,8 @@ def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -
     folder = Simulated(chunk=4).run(campaign(100, ttft=10.0), tmp_path)
     assert rates(folder) == [] and found_in(folder).low is None
     folder = Simulated(chunk=4).run(campaign(200, ttft=10.0), tmp_path)
-    (level,) = (one for one in started(folder) if one.rate_per_second is not None)
-    assert level.window_seconds == pytest.approx(100.0) and found_in(folder).low
+    (level,) = (one for one in started(folder) if one.plan.rate is not None)
+    assert level.plan.window_seconds == pytest.approx(100.0) and found_in(folder).low
 
     # A model that does not fit: the bursts say where to begin.
     folder = Simulated(noise=0.6).run(campaign(120, more="seed = 4"), tmp_path)
@@ -161,21 +161,19 @@ def test_the_journal_alone_decides_each_measurement(tmp_path: Path) -> None:
     levels = {level.name: level for level in levels_of(run)}
     decided = []
     for count, event in enumerate(run.events):
-        if not isinstance(event, LevelStarted) or event.is_burst:
+        if not isinstance(event, LevelStarted) or event.plan.is_burst:
             continue
         before = run.events[:count]
         ended = [levels[one.level] for one in of_kind(before, LevelFinished)]
         record = CellRecord(before, plan, cell, ended)
         decision = next_measurement(cell_progress(record, record.blocks[1], confirms=True))
-        if isinstance(decision, RunLevel):
-            assert (event.rate_per_second, event.window_seconds) == decision[:2]
-        else:
-            assert isinstance(decision, SingleStream) and event.concurrency == 1
+        assert isinstance(decision, LevelPlan)
+        assert event.plan == msgspec.structs.replace(decision, seed=event.plan.seed)
         decided.append(decision)
     assert len(decided) == 2
     whole = CellRecord(run.events, plan, cell, list(levels.values()))
     last = next_measurement(cell_progress(whole, whole.blocks[1], confirms=True))
-    assert isinstance(last, Stop) and "near the estimated capacity" in last.reason
+    assert isinstance(last, StopMeasuring) and "near the estimated capacity" in last.reason
 
 
 def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:
@@ -185,7 +183,7 @@ def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> 
     first, second = rates(folder)
     assert first == second and [one.start for one in started(folder)][-1] == 2
     assert found_in(folder).starts == 2 and len(world.opened) == 2
-    assert sum(one.is_burst for one in started(folder)) == 2, "once"
+    assert sum(one.plan.is_burst for one in started(folder)) == 2, "once"
 
 
 def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
     folder = Simulated().run(campaign(search="rates = [1.5, 0.5]\nlevel_seconds = 20"), tmp_path)
     check_folder(folder)
     assert rates(folder) == [1.5, 0.5]
-    assert [one.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
+    assert [one.plan.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
 
 
 TALK = """name = "talk"
@@ -308,5 +306,5 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     assert found.confirmed_rate < with_reuse
     said = world.said.getvalue()
     assert "Prefix caching raises the capacity from " in said and " users at a time." in said
-    levels = [one for one in started(folder) if one.rate_per_second is not None]
-    assert all(one.warmup_seconds > 20 for one in levels)
+    levels = [one for one in started(folder) if one.plan.rate is not None]
+    assert all(one.plan.warmup_seconds > 20 for one in levels)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from crossover.loadtests.capacity.calibration_bursts import Burst
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -95,8 +95,7 @@ class KnownServer:
         started = LevelStarted(
             cell="c",
             level="l",
-            rate_per_second=1.0,
-            window_seconds=seconds,
+            plan=LevelPlan(rate=1.0, window_seconds=seconds),
         )
         ended = LevelFinished(cell="c", level="l", due=len(records), window_seconds=seconds)
         return Level.of(records, started, ended)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.capacity.capacity_text import (
+    capacity_in_words,
     common_rate,
     evidence_words,
-    in_words,
     limit,
     reuse_words,
     speed_words,
@@ -70,7 +70,7 @@ STEP_TIMES: dict[str, Any] = {
     ],
 )
 def test_a_capacity_in_words(found: Capacity | None, words: str) -> None:
-    assert in_words(found) == words
+    assert capacity_in_words(found) == words
     assert words.startswith(state_words(found))
 
 
@@ -102,8 +102,11 @@ def test_capacities_side_by_side_are_read_in_one_unit() -> None:
         high=0.67,
     )
     like = common_rate([Capacity(state="confirmed", confirmed_rate=2.19, **STEP_TIMES), slow, None])
-    assert in_words(slow, like) == "confirmed 24 a minute, estimated capacity 34 a minute (29–41)"
-    words = in_words(Capacity(state="confirmed", confirmed_rate=2.19, **STEP_TIMES), like)
+    assert (
+        capacity_in_words(slow, like)
+        == "confirmed 24 a minute, estimated capacity 34 a minute (29–41)"
+    )
+    words = capacity_in_words(Capacity(state="confirmed", confirmed_rate=2.19, **STEP_TIMES), like)
     assert words == "confirmed 130 a minute, estimated capacity 150 a minute (120–180)"
     for rates, unit in (((43.0, 2.4), "43/s"), ((0.12, 0.011), "430 an hour"), ((), "34 a minute")):
         like = common_rate([Capacity(state="confirmed", confirmed_rate=one) for one in rates])

@@ -11,6 +11,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
 )
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import STEP_TIMES, KnownServer
@@ -63,7 +64,9 @@ def conversing(growth: float, answer_share: float, **more: object) -> Level:
             prompt = round(prompt + growth * 51 + 20)
     if more:
         records = [msgspec.structs.replace(one, **more) for one in records]
-    return Level.of(records, LevelStarted(cell="c", level="l", window_seconds=200.0))
+    return Level.of(
+        records, LevelStarted(cell="c", level="l", plan=LevelPlan(window_seconds=200.0))
+    )
 
 
 @pytest.mark.parametrize(("growth", "share"), [(1.0, 1.0), (4.0, 0.0), (1.5, 0.5)])

@@ -10,9 +10,9 @@ from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.cli.calibrate_command import (
     CalibrateOptions,
-    in_words,
     machine_file_of,
     plan_of,
+    speeds_in_words,
 )
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.run_folder import read_records
@@ -57,7 +57,7 @@ def test_several_models_are_one_campaign_that_confirms_nothing() -> None:
 
 
 def test_a_file_is_told_in_a_line_a_model() -> None:
-    lines = in_words(machine_file(taken_share=0.2))
+    lines = speeds_in_words(machine_file(taken_share=0.2))
     assert "smollm2-135m Q4_0 on llama_cpp: prompts 712 tokens/s" in lines[0]
     assert "148 with 1, 199 with 8 (steps within 10%)" in lines[0]
     assert "other processes took up to 20%" in lines[2]

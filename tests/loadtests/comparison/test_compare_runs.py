@@ -27,6 +27,7 @@ from crossover.loadtests.records.journal_events import (
     LevelFinished,
     LevelStarted,
 )
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import RunFolder
 from tests.loadtests.comparison.servers_of_known_speed import (
     CAMPAIGN,
@@ -146,9 +147,7 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
                 LevelStarted(
                     cell="c",
                     level=name,
-                    rate_per_second=rate,
-                    window_seconds=60.0,
-                    seed=at + 1,
+                    plan=LevelPlan(rate=rate, window_seconds=60.0, seed=at + 1),
                 )
             )
             dues = np.arange(0.0, 60.0, 1 / rate)

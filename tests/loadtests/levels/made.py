@@ -15,6 +15,7 @@ from crossover.loadtests.records.journal_events import (
     LevelFinished,
     LevelStarted,
 )
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import ResourceSample
 
@@ -83,10 +84,9 @@ def level(
     begun = LevelStarted(
         cell="c",
         level=name,
-        rate_per_second=rate,
-        concurrency=concurrency,
-        warmup_seconds=warmup,
-        window_seconds=seconds,
+        plan=LevelPlan(
+            rate=rate, concurrency=concurrency, warmup_seconds=warmup, window_seconds=seconds
+        ),
         start=start,
     )
     end = LevelFinished(cell="c", level=name, due=len(records), window_seconds=seconds)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,11 @@ from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import Constant
-from crossover.serving.workload.conversations import draw_sessions, mean_turns
+from crossover.serving.workload.conversations import draw_sessions, mean_turns, mean_turns_of
 from crossover.serving.workload.request_lengths import Spread, Workload
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 
@@ -68,18 +68,25 @@ class Listener:
         return sse(*(b"data: " + json.dumps(one).encode() for one in events), b"data: [DONE]")
 
 
-def talked(listener: Listener, workload: Workload = TALK, **more: Any) -> list[RequestRecord]:
+def at_sessions(rate: float, workload: Workload) -> LevelPlan:
+    """A plan by which so many conversations a second begin."""
+    return LevelPlan(rate=rate * mean_turns_of(workload), window_seconds=2.4)
+
+
+def talked(
+    listener: Listener, workload: Workload = TALK, plan: LevelPlan | None = None
+) -> list[RequestRecord]:
     """The records of a level in which two conversations begin, 1.25 s apart."""
     records: list[RequestRecord] = []
     with scripted(listener) as url:
-        settings: dict[str, Any] = {"rate": 0.8, "window_seconds": 2.5, "arrivals": Constant()}
-        plan = LoadPlan(
+        load = LoadPlan(
             target=Target(url=url, api="chat"),
+            plan=plan or at_sessions(0.8, workload),
             workload=workload,
+            arrivals=Constant(),
             facts=TargetFacts("m", True, True, True),
-            **(settings | more),
         )
-        account = Dispatcher(plan, records.append).run(clock())
+        account = Dispatcher(load, records.append).run(clock())
     assert account.due == account.recorded == len(records)
     assert sorted(record.index for record in records) == list(range(len(records)))
     return records
@@ -119,7 +126,7 @@ def test_a_session_whose_answer_failed_ends_and_its_missing_turns_are_failures()
     assert first[1].scheduled_seconds >= (first[0].ended_seconds or 9) + THINK_SECONDS - 1e-6
     assert first[1].sent_seconds is None
     assert [record.error for record in records if record.session == 1] == [None] * 3
-    started = LevelStarted(cell="load", level="load", rate_per_second=2.0, window_seconds=9.0)
+    started = LevelStarted(cell="load", level="load", plan=LevelPlan(rate=2.0, window_seconds=9.0))
     level = Level.of(records, started)
     assert level.failures == {"http_503": 1, "session_ended": 2}
 
@@ -131,7 +138,7 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
         context_tokens=40,
     )  # fmt: skip
     listener = Listener()
-    records = talked(listener, workload, rate=0.4)
+    records = talked(listener, workload, at_sessions(0.4, workload))
     assert [record.requested_prompt_tokens for record in records] == [20, 29, 14, 23]
     assert [len(chat) for chat in listener.chats] == [1, 3, 3, 5]
     assert [record.history_tokens for record in records] == [0, 24, 0, 18]
@@ -143,7 +150,7 @@ def test_what_the_server_counts_of_marks_and_answers_is_asked_of_the_next_turn()
     """A chat template that adds 6 tokens to every prompt, and answers that become three times as
     many tokens when they are sent back."""
     listener = Listener(prompt_tokens=lambda words: words + 6 + 2 * 4 * ((words - 20) // 9))
-    records = talked(listener, TALK, rate=0.4)
+    records = talked(listener, TALK, at_sessions(0.4, TALK))
     asked = [record.requested_prompt_tokens for record in records]
     assert [record.prompt_tokens for record in records] == [26, 43, 60]
     assert asked == [20, 35, 60], "the third is asked as it is counted"
@@ -152,7 +159,8 @@ def test_what_the_server_counts_of_marks_and_answers_is_asked_of_the_next_turn()
 
 def test_one_user_at_a_time_has_whole_conversations_without_thinking() -> None:
     listener = Listener(fail=lambda number: number == 5)
-    records = talked(listener, rate=None, concurrency=1, requests=8, window_seconds=20.0)
+    plan = LevelPlan(concurrency=1, requests=8, window_seconds=20.0)
+    records = talked(listener, TALK, plan)
     turns = [(record.session, record.turn) for record in records]
     assert turns == [(session, turn) for session in range(3) for turn in range(3)][:8]
     assert [record.error for record in records] == [
@@ -170,12 +178,14 @@ def test_turns_due_after_the_window_are_not_begun() -> None:
 
 
 def test_conversations_need_the_chat_route() -> None:
-    plan = LoadPlan(
-        target=Target(url="http://h"), workload=TALK, rate=1.0,
+    load = LoadPlan(
+        target=Target(url="http://h"),
+        plan=LevelPlan(rate=1.0, window_seconds=30.0),
+        workload=TALK,
         facts=TargetFacts("m", True, True, True),
-    )  # fmt: skip
+    )
     with pytest.raises(LoadError, match="Use --api chat"):
-        Dispatcher(plan, lambda record: None)
+        Dispatcher(load, lambda record: None)
 
 
 @pytest.mark.parametrize(

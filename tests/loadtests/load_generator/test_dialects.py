@@ -15,7 +15,7 @@ from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.openai_endpoint import (
     Target,
     pool_for,
-    probe,
+    probe_endpoint,
     request_bytes,
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
@@ -270,7 +270,7 @@ def test_a_stream_of_each_server_is_read(name: str) -> None:
         with pool_for(target) as pool:
             origin = clock()
             if dialect.error is None:
-                facts = probe(target, pool)
+                facts = probe_endpoint(target, pool)
                 wire = request_bytes(pool, target, facts, "x", 8)
             else:
                 wire = b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"

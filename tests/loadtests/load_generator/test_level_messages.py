@@ -6,8 +6,9 @@ import pytest
 
 from crossover.loadtests.cli.load_command import load
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
+from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_load
 from crossover.models.errors import CrossoverError
+from crossover.serving.workload.conversations import mean_turns_of
 from crossover.serving.workload.request_lengths import Workload
 
 
@@ -50,4 +51,13 @@ def test_lengths_are_bounded_and_said_in_words(text: str) -> None:
 def test_bytes_that_are_no_utf_8_are_refused(changes: dict[str, str]) -> None:
     options = LoadOptions(**({"url": "http://h", "rate": 1.0} | changes))  # type: ignore[arg-type]
     with pytest.raises(LoadError, match="not UTF-8"):
-        plan_of(options)
+        plan_load(options, 30.0)
+
+
+def test_the_rate_of_conversations_counts_conversations() -> None:
+    """The plan counts requests, as it does in a campaign."""
+    options = LoadOptions(url="http://h", rate=2.0, workload="conversation")
+    load = plan_load(options, 30.0)
+    mean_turns = mean_turns_of(load.workload)
+    assert mean_turns > 3 and load.plan.rate == pytest.approx(2.0 * mean_turns)
+    assert load.load_in_words == "2 conversations/s"

@@ -12,21 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from crossover.loadtests.errors import LevelInterrupted
+from crossover.loadtests.errors import LevelInterrupted, ServerLost
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from crossover.loadtests.load_generator.level_messages import (
-    Ended,
-    GeneratorEvent,
-    LoadPlan,
-    Started,
-)
+from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.arrivals import Constant, Poisson, due_times
-from crossover.serving.workload.request_lengths import RequestSpec, Workload
+from crossover.serving.workload.request_lengths import Workload
 
 Start = Callable[..., str]
 SMALL = Workload(prompt_tokens=16, output_tokens=8)
@@ -40,24 +37,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
         yield generator
 
 
-def told(generator: LoadGenerator, plan: LoadPlan) -> list[GeneratorEvent]:
-    """All that it says of one level."""
-    return [message for message in generator.run(plan) if message is not None]
-
-
-def plan_of(url: str, **changes: Any) -> LoadPlan:
-    return LoadPlan(**({"target": Target(url=url), "workload": SMALL, "seed": 5} | changes))
+def load_of(url: str, plan: LevelPlan, **changes: Any) -> LoadPlan:
+    plan = msgspec.structs.replace(plan, seed=5)
+    return LoadPlan(**({"target": Target(url=url), "plan": plan, "workload": SMALL} | changes))
 
 
 def level(
-    generator: LoadGenerator, url: str, **changes: Any
+    generator: LoadGenerator, url: str, plan: LevelPlan, **changes: Any
 ) -> tuple[list[RequestRecord], Ended, dict[str, Any]]:
     """One level; its records, the load generator's account, and what the server saw."""
-    messages = told(generator, plan_of(url, **changes))
-    records = [message for message in messages if isinstance(message, RequestRecord)]
-    account = messages[-1]
-    assert isinstance(messages[0], Started) and isinstance(account, Ended)
-    assert len(records) == account.recorded == account.due
+    records: list[RequestRecord] = []
+    starts: list[int] = []  # the records before each start
+    rows, account = generator.level(
+        load_of(url, plan, **changes),
+        on_start=lambda unix_seconds: starts.append(len(records)),
+        on_record=records.append,
+    )
+    assert starts == [0]
+    assert len(records) == rows.count == account.recorded == account.due
     with connect(url) as pool:
         log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
     return records, account, log
@@ -73,8 +70,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     records, account, log = level(
         alone,
         truth_server(slots=1, ttft=0.25, case="open"),
-        rate=15.0,
-        window_seconds=3.0,
+        LevelPlan(rate=15.0, window_seconds=3.0),
         drain_seconds=2.0,
     )
     due = due_times(Poisson(), 15.0, 3.0, 5)
@@ -112,51 +108,63 @@ def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
     truth_server: Start, tmp_path: Path
 ) -> None:
     with LoadGenerator(log=tmp_path / "log") as generator:
-        plan = plan_of("http://127.0.0.1:9", rate=1.0)
+        plan = LevelPlan(rate=9.0, window_seconds=1.0)
         with pytest.raises(LevelInterrupted, match="failed: .*127.0.0.1:9 cannot be reached"):
-            told(generator, plan)
-        _, account, _ = level(generator, truth_server(case="next"), rate=9.0, window_seconds=1.0)
+            generator.level(load_of("http://127.0.0.1:9", plan))
+        _, account, _ = level(generator, truth_server(case="next"), plan)
         assert account.due > 0
 
 
 def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
     url = truth_server(case="kill")
     with LoadGenerator(log=tmp_path / "log") as generator:
-        records = 0
+        records: list[RequestRecord] = []
+
+        def kill_after_20(record: RequestRecord) -> None:
+            records.append(record)
+            if len(records) == 20:
+                os.killpg(generator.pid, signal.SIGKILL)
+
+        load = load_of(url, LevelPlan(rate=50.0, window_seconds=60.0))
         with pytest.raises(LevelInterrupted, match="ended early .*SIGKILL"):
-            for message in generator.run(plan_of(url, rate=50.0, window_seconds=60.0)):
-                records += isinstance(message, RequestRecord)
-                if records == 20:
-                    os.killpg(generator.pid, signal.SIGKILL)
-        assert records >= 20
-        level(generator, url, rate=20.0, window_seconds=1.0)
+            generator.level(load, on_record=kill_after_20)
+        assert len(records) >= 20
+        level(generator, url, LevelPlan(rate=20.0, window_seconds=1.0))
 
 
-def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: Path) -> None:
-    url = truth_server(case="left")
+@pytest.mark.parametrize("moment", ["on_start", "on_record", "on_tick"])
+def test_a_level_that_its_caller_leaves_ends_its_processes(
+    truth_server: Start, tmp_path: Path, moment: str
+) -> None:
+    def leave(_: object) -> None:
+        raise ServerLost("the server has ended")
+
+    load = load_of(truth_server(case=moment), LevelPlan(rate=50.0, window_seconds=60.0))
     with LoadGenerator(log=tmp_path / "log") as generator:
-        running = generator.run(plan_of(url, rate=50.0, window_seconds=60.0))
-        assert isinstance(next(one for one in running if one is not None), Started)
         before = generator.pid
-        running.close()  # type: ignore[attr-defined]
+        with pytest.raises(ServerLost):
+            generator.level(load, **{moment: leave})
         assert not os.path.exists(f"/proc/{before}")
 
 
-def test_given_requests_leave_when_they_are_due(alone: LoadGenerator, truth_server: Start) -> None:
-    """A burst, and one more: with the lengths that were asked, whatever the workload says."""
-    asks = tuple(RequestSpec(index, 10 + index, 5) for index in range(4))
-    records, _, log = level(
-        alone, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
-    )
+def test_the_requests_of_a_burst_leave_together_with_its_lengths(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """Whatever lengths the workload has."""
+    burst = Burst(prompt_tokens=(10, 11, 12, 13), output_tokens=(5, 5, 6, 5))
+    plan = LevelPlan(burst=burst, window_seconds=5.0)
+    records, _, _ = level(alone, truth_server(case="given"), plan)
     records.sort(key=lambda record: record.index)
     assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
-    assert [record.scheduled_seconds for record in records] == [0.0, 0.0, 0.0, 0.2]
+    assert [record.output_tokens for record in records] == [5, 5, 6, 5]
+    assert [record.scheduled_seconds for record in records] == [0.0] * 4
     assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
 
 
 def test_single_streams_are_as_many_as_asked(alone: LoadGenerator, truth_server: Start) -> None:
     url = truth_server(case="single")
-    records, _, _ = level(alone, url, concurrency=1, requests=5, window_seconds=30.0)
+    plan = LevelPlan(concurrency=1, requests=5, window_seconds=30.0)
+    records, _, _ = level(alone, url, plan)
     assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
     records.sort(key=lambda record: record.index)
     for before, after in pairwise(records):
@@ -167,8 +175,7 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
     records, _, _ = level(
         alone,
         truth_server(ttft=0.05, case="closed"),
-        concurrency=USERS,
-        window_seconds=2.0,
+        LevelPlan(concurrency=USERS, window_seconds=2.0),
     )
     assert len({record.index for record in records}) == len(records) > 20
     edges = sorted(
@@ -190,9 +197,8 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     records, account, _ = level(
         alone,
         truth_server(slots=99, ttft=0.5, case="follow"),
-        rate=20.0,
+        LevelPlan(rate=20.0, window_seconds=1.2),
         arrivals=Constant(),
-        window_seconds=1.2,
         follow_seconds=20.0,
     )
     counted = [record for record in records if record.scheduled_seconds < 1.2]
@@ -214,8 +220,7 @@ def test_a_thousand_requests_a_second_are_told_whole(
     records, account, log = level(
         alone,
         truth_server(ttft=0.005, case="many"),
-        rate=1000.0,
-        window_seconds=1.5,
+        LevelPlan(rate=1000.0, window_seconds=1.5),
         workload=Workload(prompt_tokens=16, output_tokens=1),
     )
     assert len(records) == account.recorded == len({record.index for record in records}) > 1200

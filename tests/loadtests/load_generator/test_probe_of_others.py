@@ -16,7 +16,7 @@ from crossover.loadtests.load_generator.openai_endpoint import (
     Target,
     TargetFacts,
     pool_for,
-    probe,
+    probe_endpoint,
     request_bytes,
     route_words,
 )
@@ -78,7 +78,7 @@ def measured(endpoint: Endpoint, path: str = "", model: str | None = None) -> li
     with scripted(endpoint) as url:
         target = Target(url=url + path, model=model, api="chat")
         with pool_for(target) as pool:
-            facts = probe(target, pool)
+            facts = probe_endpoint(target, pool)
             wire = request_bytes(pool, target, facts, "some words", 100)
             asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
             record = stream(pool, wire, asked, origin=clock(), timeout_seconds=5.0)
@@ -108,13 +108,13 @@ def test_a_path_is_the_base_of_the_routes(path: str, base: str) -> None:
 def test_errors_name_the_route_that_was_asked() -> None:
     with scripted(Endpoint(base="/v3")) as url:
         with pytest.raises(TargetUnusable, match=r":\d+/v1/models answered 404: no route /v1"):
-            probe(Target(url=f"{url}/v1", api="chat"))
+            probe_endpoint(Target(url=f"{url}/v1", api="chat"))
         with pytest.raises(
             TargetUnusable, match=r"404: no route /v4/models; .* base of its routes"
         ):
-            probe(Target(url=f"{url}/v4", api="chat"))
+            probe_endpoint(Target(url=f"{url}/v4", api="chat"))
         with pytest.raises(EndpointRefuses, match=r"/v4/chat/completions .*the base of its routes"):
-            probe(Target(url=f"{url}/v4", api="chat", model="m"))
+            probe_endpoint(Target(url=f"{url}/v4", api="chat", model="m"))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
 )
 def test_without_a_name_the_list_must_have_one(models: Any, message: str) -> None:
     with scripted(Endpoint(models=models)) as url, pytest.raises(TargetUnusable, match=message):
-        probe(Target(url=url, api="chat"))
+        probe_endpoint(Target(url=url, api="chat"))
 
 
 def test_a_model_that_is_not_there_is_said_with_those_that_are() -> None:
     with scripted(Endpoint()) as url:
         with pytest.raises(EndpointRefuses, match="does not exist.*not list the model 'x', but m"):
-            probe(Target(url=url, api="chat", model="x"))
+            probe_endpoint(Target(url=url, api="chat", model="x"))
 
 
 def without(*names: str, words: str = "Unsupported parameter: '{}'.") -> Refuse:
@@ -301,13 +301,13 @@ def test_an_endpoint_that_is_busy_is_asked_again(status: int) -> None:
     measured(Faulty(busy, times=1), model="m")
     with scripted(Faulty(busy, times=99)) as url:
         with pytest.raises(TargetUnusable, match="the model is being loaded"):
-            probe(Target(url=url, api="chat", model="m", ready_seconds=0.1))
+            probe_endpoint(Target(url=url, api="chat", model="m", ready_seconds=0.1))
 
 
 def test_what_an_endpoint_refuses_in_any_form_is_refused_with_its_words() -> None:
     endpoint = Endpoint(refuse=lambda body: "your account is closed")
     with scripted(endpoint) as url, pytest.raises(EndpointRefuses, match="account is closed"):
-        probe(Target(url=url, api="chat", model="m"))
+        probe_endpoint(Target(url=url, api="chat", model="m"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from crossover.loadtests.load_generator.http_connection import clock, connect, f
 from crossover.loadtests.load_generator.openai_endpoint import (
     Target,
     pool_for,
-    probe,
+    probe_endpoint,
     request_bytes,
 )
 from crossover.loadtests.load_generator.sse_timestamps import Answer, stream
@@ -52,7 +52,7 @@ FACTS: Any = None
 @pytest.fixture(autouse=True, scope="module")
 def _facts(truth_server: Start) -> None:
     global FACTS
-    FACTS = probe(Target(url=truth_server()))
+    FACTS = probe_endpoint(Target(url=truth_server()))
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -176,7 +176,7 @@ def test_a_finish_reason_without_done_is_cut_off_only_when_both_miss(truth_serve
 
 
 def test_the_probe_finds_what_there_is(truth_server: Start) -> None:
-    facts = probe(Target(url=truth_server()))
+    facts = probe_endpoint(Target(url=truth_server()))
     assert facts.model == "true-model" and facts.notes == []
     assert facts.usage and facts.continuous_usage and facts.ignore_eos
     assert (facts.word_tokens, facts.fixed_tokens) == (1.0, 0.0)
@@ -199,7 +199,7 @@ def test_the_probe_leaves_out_what_is_refused(
     truth_server: Start, settings: dict[str, Any], lost: set[str], note: str | None
 ) -> None:
     url = truth_server(**settings)
-    facts = probe(Target(url=url))
+    facts = probe_endpoint(Target(url=url))
     assert all(not getattr(facts, name) for name in lost)
     assert note is None or any(note in line for line in facts.notes)
     with connect(url) as pool:
@@ -217,10 +217,13 @@ def test_the_probe_leaves_out_what_is_refused(
 
 def test_the_probe_says_why_not(truth_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetUnusable, match="cannot be reached"):
-        probe(Target(url="http://127.0.0.1:9"))
+        probe_endpoint(Target(url="http://127.0.0.1:9"))
     with pytest.raises(TargetUnusable, match="api_key_env"):
-        probe(Target(url=truth_server(key="secret")))
+        probe_endpoint(Target(url=truth_server(key="secret")))
     with pytest.raises(TargetUnusable, match="'NO_SUCH_KEY'.*not set"):
-        probe(Target(url=truth_server(), api_key_env="NO_SUCH_KEY"))
+        probe_endpoint(Target(url=truth_server(), api_key_env="NO_SUCH_KEY"))
     monkeypatch.setenv("A_KEY", "secret")
-    assert probe(Target(url=truth_server(key="secret"), api_key_env="A_KEY")).model == "true-model"
+    assert (
+        probe_endpoint(Target(url=truth_server(key="secret"), api_key_env="A_KEY")).model
+        == "true-model"
+    )

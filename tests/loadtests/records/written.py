@@ -7,6 +7,7 @@ from crossover.loadtests.records.journal_events import (
     LevelFinished,
     LevelStarted,
 )
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.run_folder import RunManifest
 
@@ -40,9 +41,7 @@ def started(level: str) -> LevelStarted:
         unix_seconds=1.0,
         cell="c",
         level=level,
-        rate_per_second=2.0,
-        warmup_seconds=1.0,
-        window_seconds=10.0,
+        plan=LevelPlan(rate=2.0, warmup_seconds=1.0, window_seconds=10.0),
         started_unix_seconds=1.0,
     )
 

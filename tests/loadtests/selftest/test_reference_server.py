@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossover.loadtests.selftest.reference_server import Batch, Truth
+from crossover.loadtests.selftest.reference_server import SlotBatch, Truth
 from crossover.loadtests.selftest.selftest import SLOTS, STEP_TIMES, WORKLOAD, WORLDS
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -17,8 +17,8 @@ from crossover.serving.workload.request_lengths import draw
 
 
 def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any]:
-    """TTFT and TPOT of each request, by a Batch whose steps end when it says so."""
-    batch = Batch(truth)
+    """TTFT and TPOT of each request, by a SlotBatch whose steps end when it says so."""
+    batch = SlotBatch(truth)
     streams: list[Any] = [
         SimpleNamespace(
             prompt_tokens=p,

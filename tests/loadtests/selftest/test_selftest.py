@@ -10,7 +10,7 @@ import pytest
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.cli.selftest_command import show_selftest
 from crossover.loadtests.selftest import selftest
-from crossover.loadtests.selftest.selftest import Row, conversations, counts, open_bench
+from crossover.loadtests.selftest.selftest import Check, conversations, counts, open_bench
 
 
 def test_the_self_test_passes_its_counts() -> None:
@@ -39,7 +39,9 @@ def test_a_part_that_is_off_is_run_once_more(
     for part in ("counts", "conversations", "pace", "limit"):
         monkeypatch.setattr(selftest, part, lambda bench: [])
     monkeypatch.setattr(selftest, "open_bench", nullcontext)
-    monkeypatch.setattr(selftest, "times", lambda bench: [Row("w", "TTFT", 1.0, next(found), 0.1)])
+    monkeypatch.setattr(
+        selftest, "times", lambda bench: [Check("w", "TTFT", 1.0, next(found), 0.1)]
+    )
     said = StringIO()
     with Progress(said) as progress:
         rows = selftest.run_selftest(progress)
@@ -49,9 +51,9 @@ def test_a_part_that_is_off_is_run_once_more(
 
 def test_the_table_has_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        Row("w", "TTFT p50, s", 0.060, 0.0602, 0.001),
-        Row("bad", "answers", 100, 98, 0),
-        Row("bad", "send delay p99, s", None, 0.02, 0.01),
+        Check("w", "TTFT p50, s", 0.060, 0.0602, 0.001),
+        Check("bad", "answers", 100, 98, 0),
+        Check("bad", "send delay p99, s", None, 0.02, 0.01),
     ]
     show_selftest(rows)
     said = capsys.readouterr().out

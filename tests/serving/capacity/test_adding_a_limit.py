@@ -28,6 +28,7 @@ import numpy as np
 from crossover.loadtests.campaign.campaign_file import SloSpec, slo_of
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.reports.answers.headline import slo_words
 from crossover.serving.capacity.batching_simulator import Simulated
@@ -46,7 +47,7 @@ records = [
     )
     for index, answer in enumerate([2.5, 3.5, None])
 ]
-started = LevelStarted(cell="c", level="l", rate_per_second=1.0, window_seconds=9.0)
+started = LevelStarted(cell="c", level="l", plan=LevelPlan(rate=1.0, window_seconds=9.0))
 level = Level.of(records, started)
 assert slo.met_by(level).tolist() == [True, False, False]
 assert level.judge(slo).good == 1

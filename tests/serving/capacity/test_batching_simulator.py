@@ -245,7 +245,7 @@ def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
 def test_single_streams_of_a_mixture_are_the_same_in_closed_form():
     lengths = Lengths(np.array([30, 700]), np.array([5, 20]), np.array([0, 0]))
     settings = SchedulerSettings(step_tokens=512)
-    alone = Server(EXPERTS_STEP_TIMES, settings, lengths).alone()
+    alone = Server(EXPERTS_STEP_TIMES, settings, lengths).unloaded()
     for number in range(2):
         own = [lengths.prompt[number]], [lengths.output[number]]
         played = simulate(EXPERTS_STEP_TIMES, settings, [0.0], *own)

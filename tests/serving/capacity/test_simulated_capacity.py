@@ -47,7 +47,7 @@ def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     n = min(len(due), 30_000)
     played = simulate(STEP_TIMES, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
     assert SLO.met_by(played).mean() == pytest.approx(0.9, abs=0.03)
-    assert found.alone_share == 1.0 and found.steepness >= 1.0
+    assert found.unloaded_attainment == 1.0 and found.steepness >= 1.0
 
 
 def test_the_steepness_is_that_of_a_slower_machine():
@@ -61,7 +61,7 @@ def test_the_steepness_is_that_of_a_slower_machine():
 
 def test_requests_that_fail_alone_have_no_capacity():
     found = capacity(SERVER.slower(20))
-    assert found.rate == 0.0 and found.alone_share < 0.9
+    assert found.rate == 0.0 and found.unloaded_attainment < 0.9
 
 
 def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():

@@ -188,19 +188,19 @@ def test_a_conversation_alone_computes_only_what_is_new() -> None:
     assert lengths.prompt.tolist()[0] == 220 and len(lengths.prompt) == 3
     server = Server(STEPS, settings, lengths, Constant())
     played = server.simulate_due(np.zeros(1))
-    alone = server.alone()
+    alone = server.unloaded()
     for one in ("ttft", "tpot", "e2e", "cached"):
         assert getattr(alone, one) == pytest.approx(getattr(played, one), rel=0.01), one
     assert alone.cached.tolist() == [0, *(lengths.prompt[:-1] + lengths.output[:-1] - 1)]
     nothing = Server(STEPS, settings, lengths.without_reuse(), Constant())
-    assert nothing.alone().cached.tolist() == [0, 0, 0]
+    assert nothing.unloaded().cached.tolist() == [0, 0, 0]
 
 
 def test_limits_of_the_whole_answer_and_of_the_answer_itself_are_simulated() -> None:
     settings = SchedulerSettings(slots=8, step_tokens=512)
     fixed = Workload(prompt_tokens=100, output_tokens=50)
-    plain = Server(STEPS, settings, lengths_of(fixed, 50, 1)).alone()
-    thinking = Server(STEPS, settings, lengths_of(fixed, 50, 1, reasoning_share=0.5)).alone()
+    plain = Server(STEPS, settings, lengths_of(fixed, 50, 1)).unloaded()
+    thinking = Server(STEPS, settings, lengths_of(fixed, 50, 1, reasoning_share=0.5)).unloaded()
     assert plain.ttfa[0] == plain.ttft[0]
     assert thinking.ttfa[0] == pytest.approx((thinking.ttft[0] + thinking.e2e[0]) / 2)
     e2e = float(plain.e2e[0])

@@ -10,6 +10,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.percentiles import distribution
 from crossover.loadtests.levels.slo_attainment import design_effect, wilson
 from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
 
@@ -89,7 +90,7 @@ def test_limits_of_ones_own_are_joined_by_and():
     assert (slo.ttft_seconds, slo.tpot_seconds, slo.target) == (2.0, 0.1, 0.9)
     assert (slo.ttfa_seconds, slo.e2e_seconds) == (10.0, 60.0)
     assert parse_slo("chat") is SLO_PRESETS["chat"] and slo.tighter(2).ttfa_seconds == 5.0
-    started = LevelStarted(cell="c", level="l", rate_per_second=1.0, window_seconds=9.0)
+    started = LevelStarted(cell="c", level="l", plan=LevelPlan(rate=1.0, window_seconds=9.0))
     times = [(1, 2, 5), (1, 4, 5), (1, 2, 8), (3, 3, 5), (1, None, 5)]  # first, answer, last
     records = [
         RequestRecord(

@@ -12,7 +12,7 @@ import pytest
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.machine_facts import resident_bytes
 from crossover.serving.http.routes import ROUTES, document
-from crossover.serving.supervisor.engine_supervisor import Event
+from crossover.serving.supervisor.engine_supervisor import EngineEvent
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
 
@@ -78,7 +78,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
 
 
 def test_placement_says_what_runs_where(supervisor: FakeSupervisor) -> None:
-    supervisor.events = [Event(0.0, "fell_back", "fake/cpu", "text", Cause.load_oom)]
+    supervisor.events = [EngineEvent(0.0, "fell_back", "fake/cpu", "text", Cause.load_oom)]
     placed = {"reasons": ["no GPU"]}
     with served(app_on(supervisor, placement=placed)) as port:
         answer = ask(port, "GET", "/v1/placement")

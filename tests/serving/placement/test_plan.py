@@ -142,15 +142,18 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     placement = planned(EIGHT, machine(), slots=4, context_tokens=1000, weight_format="Q8_0")
     token_bytes = EIGHT.kv_bytes_per_token("fp16")
     assert placement.settings.kv_tokens == 4000
-    assert placement.kv_bytes == 4096 * token_bytes  # llama.cpp's rows are multiples of 256 tokens
-    assert placement.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
-    cache, buffers = placement.kv_bytes, placement.buffer_bytes
-    parts = placement.weight_bytes, cache, buffers, placement.overhead_bytes
+    assert (
+        placement.memory.kv_bytes == 4096 * token_bytes
+    )  # llama.cpp's rows are multiples of 256 tokens
+    assert placement.memory.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
+    cache, buffers = placement.memory.kv_bytes, placement.memory.buffer_bytes
+    parts = placement.memory.weight_bytes, cache, buffers, placement.memory.overhead_bytes
     assert placement.need_bytes == sum(parts) and min(parts) > 0
     few = planned(EIGHT, machine(), context_tokens=100, kv_tokens=123)
-    assert few.kv_bytes == 123 * token_bytes
-    assert planned(EIGHT, machine(), weight_bytes=5 * GIB).weight_bytes == 5 * GIB
-    assert planned(EIGHT, machine(), kv_dtype="q8_0").kv_bytes < planned(EIGHT, machine()).kv_bytes
+    assert few.memory.kv_bytes == 123 * token_bytes
+    assert planned(EIGHT, machine(), weight_bytes=5 * GIB).memory.weight_bytes == 5 * GIB
+    narrow = planned(EIGHT, machine(), kv_dtype="q8_0")
+    assert narrow.memory.kv_bytes < planned(EIGHT, machine()).memory.kv_bytes
 
 
 @pytest.mark.parametrize("memory_gib", [12, 24, 4000])
@@ -160,7 +163,7 @@ def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_all
 ) -> None:
     placement = planned(spec, machine(memory_gib), weight_format="Q4_0", context_tokens=None)
     assert placement.free_bytes is not None
-    share = (placement.kv_bytes + placement.buffer_bytes) / placement.free_bytes
+    share = (placement.memory.kv_bytes + placement.memory.buffer_bytes) / placement.free_bytes
     if placement.settings.context_tokens > 2048:
         assert share <= 0.25
     if placement.settings.context_tokens < spec.context:
@@ -317,7 +320,7 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
     for asked in ("auto", held):
         placement = planned(SMALL, machine(isa=isa), kv_dtype=asked, **settings)
         assert placement.settings.kv_dtype == held
-        assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
+        assert placement.memory.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
     if backend != "llama_cpp":
         refusal = f"{backend} on the CPU stores its KV cache in {held}, not in q8_0"
         with pytest.raises(NoPlacement, match=refusal):
@@ -329,6 +332,6 @@ def test_a_tied_embedding_is_planned_twice_on_a_cpu_with_amx() -> None:
     settings: dict[str, Any] = {"backend": "llama_cpp", "weight_format": "F16"}
     with_amx = planned(SMALL, machine(isa=amx), **settings)
     without = planned(SMALL, machine(isa=amx[:-1]), **settings)
-    assert with_amx.weight_bytes == without.weight_bytes
+    assert with_amx.memory.weight_bytes == without.memory.weight_bytes
     embedding = 2 * SMALL.vocabulary * SMALL.hidden
-    assert with_amx.overhead_bytes - without.overhead_bytes == embedding
+    assert with_amx.memory.overhead_bytes - without.memory.overhead_bytes == embedding

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from crossover.serving.backends.backend_interface import EngineMemory
 from crossover.serving.errors import NoRoom
 from crossover.serving.placement.placement_policy import Attempt, NoPlacement
 from crossover.serving.registry.eviction import bytes_by_place, bytes_free, choose_eviction
@@ -19,6 +20,10 @@ class Resident(NamedTuple):
     last_used_at: float
     is_busy: bool
     measured_bytes: int = 0
+
+
+def memory(weights: int, kv: int, overhead: int) -> EngineMemory:
+    return EngineMemory(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
 
 
 def resident(name: str, takes: int, used_at: float, busy: bool = False, place: str = "cpu") -> Any:
@@ -60,8 +65,8 @@ def test_of_two_cards_only_the_one_that_is_needed_gives_memory_back() -> None:
 
 
 def test_needs_and_free_bytes_are_those_of_a_place_and_a_standby_engine_needs_room_too() -> None:
-    on_gpu = Attempt("gpu", "torch", "bf16", "H100", 5, 3, 2, 4, device_id="GPU-1")
-    on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", 2, 1, 1, 50)
+    on_gpu = Attempt("gpu", "torch", "bf16", "H100", memory(5, 3, 2), 4, device_id="GPU-1")
+    on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", memory(2, 1, 1), 50)
     assert bytes_by_place([on_gpu, on_cpu]) == {"GPU-1": 10, "cpu": 4}
     held: list[Any] = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
     assert bytes_free([on_gpu, on_cpu], held, None) == {"GPU-1": 4, "cpu": 45}

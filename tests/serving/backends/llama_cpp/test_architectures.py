@@ -84,7 +84,7 @@ def test_an_architecture_is_sized_and_answers_alone_together_and_in_turns(
     assert (spec.experts is not None) == with_experts
     for context in (512, CONTEXT):
         asked = RequestedSettings(slots=2, context_tokens=context)
-        (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False)
+        (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False).values()
         counted = kv_bytes(spec, 2 * context, 2, "fp16")
         assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=LOG_ROUNDING)
         states = 2 * spec.state_bytes_per_slot

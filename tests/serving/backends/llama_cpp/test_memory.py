@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> EngineMemory:
     asked = RequestedSettings(slots=slots, context_tokens=context)
-    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False)
+    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False).values()
     return held
 
 
@@ -88,11 +88,11 @@ def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
             memory_by_context=reported_memory(str(file), header.spec(name), settings),
         )
         spec = ladder_model(name).spec
-        listed = msgspec.structs.replace(request, model=spec, memory_by_context=())
+        listed = msgspec.structs.replace(request, model=spec, memory_by_context={})
         facts = hardware_facts()
         of_file, of_shape = (predict(one, facts, "llama_cpp", None) for one in (request, listed))
-        assert of_file.state_bytes == pytest.approx(of_shape.state_bytes, rel=0.001)
-        assert of_file.kv_bytes == pytest.approx(of_shape.kv_bytes, rel=0.001)
+        assert of_file.memory.state_bytes == pytest.approx(of_shape.memory.state_bytes, rel=0.001)
+        assert of_file.memory.kv_bytes == pytest.approx(of_shape.memory.kv_bytes, rel=0.001)
         assert of_file.need_bytes == pytest.approx(of_shape.need_bytes, rel=0.01)
 
 
