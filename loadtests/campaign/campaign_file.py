@@ -1,4 +1,4 @@
-"""The campaign file: what to measure and how. TOML -> Campaign -> cells.
+"""The campaign file: what to measure and how. TOML -> Campaign.
 
     name = "ladder"
     models = ["135m", "1b", "3b"]            # x devices x backends x formats = cells
@@ -14,19 +14,17 @@
 
 Each key is a field of a struct: its type defines the values that it may have, and `crossover
 campaign init` and docs/campaign.md show its text in loadtests/options.toml. All faults of a file
-are reported at once, with key and value. Reading a campaign starts nothing and does not look at the
-machine.
+are reported at once, with key and value. Reading a campaign starts nothing, runs no code that it
+names and looks neither at its models nor at the machine.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -34,23 +32,23 @@ from msgspec import Meta
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
 from crossover.loadtests.errors import BadCampaign, LoadError
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
-from crossover.models.errors import ModelError, UnsupportedModel, printable
+from crossover.models.errors import UnsupportedModel, printable
 from crossover.models.identity.identify_model import (
     ModelIdentity,
     identify,
+    name_of,
     short_model_id,
-    unique_names,
 )
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.models.weights.weight_formats import DEFAULT_FORMATS, known_format
-from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
-from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
-from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
+from crossover.models.weights.weight_formats import known_format
+from crossover.serving.backends.backend_table import BACKENDS, spec_of
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.capacity.slo import SLO_PRESETS, Limits, Slo
-from crossover.serving.errors import BackendUnavailable, ServingError, WorkloadError
+from crossover.serving.errors import BackendUnavailable, WorkloadError
 from crossover.serving.faults import converted
 from crossover.serving.option_help import Count, Positive, Seconds, Share
+from crossover.serving.placement.engines import Device
 from crossover.serving.placement.fastest_backend import BEST
 from crossover.serving.server_options import EngineOptions
 from crossover.serving.toml_files import Table, parse_toml, read_toml
@@ -68,21 +66,12 @@ SINGLE_STREAM_SECONDS = 20.0
 # A GPU answers dozens of requests a second, so less time gives as much evidence.
 GPU_SINGLE_STREAM_SECONDS = 8.0
 GPU_LEVEL_SECONDS = 20.0
-# Measured on the CPU if the campaign names no backend; for models outside the ladder it is the
-# first engine that can run them.
-CPU_BACKEND = DEFAULTS["cpu"][0]
-# On a CPU torch serves only as a reference; in a campaign with a GPU, the CPU runs the other
-# backends.
-GPU_BACKEND = DEFAULTS["gpu"][0]
 OTHER_ENGINES = "List other engines as [[engines]] tables: docs/measure-any-endpoint.md."
 CHECKED_SESSIONS = 2_000  # conversations that are drawn to check whether they fit in the context
 # Largest part of a server's context that a conversation may take by the workload's token counts.
 # The rest is for what they leave out: the marks of the chat template, and answers that become more
 # tokens when they are sent back.
 MAX_CONTEXT_SHARE = 0.85
-ANY_LADDER_MODEL = "135m"  # all ladder models run on the same engines
-Device = Literal["cpu", "gpu"]
-DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
 
 class GpuSettings(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,7 +214,7 @@ class Plan(msgspec.Struct, frozen=True):
     """A campaign, its cells in order, and the text of its file."""
 
     campaign: Campaign
-    cells: list[Cell]  # empty until the machine has chosen the models of "auto"
+    cells: list[Cell]  # []: those that on_this_machine() finds
     text: str
 
 
@@ -236,10 +225,7 @@ def read_campaign(path: Path) -> Plan:
 
 def campaign_of_models(models: Sequence[str]) -> Plan:
     """Return the demo campaign with these models, named after the first. Raises BadCampaign."""
-    try:
-        first = identify(models[0]).name.rpartition("/")[2]
-    except ModelError as problem:
-        raise BadCampaign(f"{problem}") from problem
+    first = name_of(models[0]).rpartition("/")[2]
     more = f"-and-{len(models) - 1}-more" if len(models) > 1 else ""
     demo_text = DEMO.read_text(encoding="utf-8")
     text = demo_text.replace('\nname = "demo"', f'\nname = "{file_name(first + more)}"', 1)
@@ -259,7 +245,7 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
         fields = msgspec.structs.asdict(file)
         fields["slo"] = slo_of(file.slo)
         fields["workload"] = with_context_limit(file)
-        cells = [] if AUTO in file.models else _cells_of_file(file)
+        cells = [] if file.target is None else [cell_of_target(file.target)]
         return Plan(Campaign(**fields), cells, text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
@@ -298,15 +284,15 @@ def slo_of(spec: str | SloSpec) -> Slo:
     return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 
 
-def check_trust(plan: Plan) -> None:
+def check_trust(campaign: Campaign) -> None:
     """Raise BadCampaign if the campaign uses something that only a trusted campaign may use.
 
     That is a command, code (module:Class), or an environment variable whose value is sent to the
     endpoint as its key. A campaign file may come from anybody.
     """
-    target = plan.campaign.target
-    needs_trust = [engine.command for engine in plan.campaign.engines]
-    needs_trust += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
+    target = campaign.target
+    needs_trust = [engine.command for engine in campaign.engines]
+    needs_trust += [f"the code of {name}" for name in campaign.backends or () if ":" in name]
     if target is not None and target.api_key_env is not None:
         needs_trust.append(
             f"the variable {target.api_key_env}, whose value is sent to {target.url}"
@@ -316,240 +302,6 @@ def check_trust(plan: Plan) -> None:
             f"The campaign uses {'; '.join(map(printable, needs_trust))}. "
             "If you trust all of this, add --trust."
         )
-
-
-def _cells_of_file(file: CampaignFile) -> list[Cell]:
-    """Return the cells as far as the file defines them; on_this_machine() adds the devices.
-
-    Raises BadCampaign for a combination that cannot be measured on any machine.
-    """
-    gpu_backends = list(DEFAULTS["gpu"])
-    for name in file.backends or ():
-        if name != BEST and name not in gpu_backends and "gpu" in _devices_of(name):
-            gpu_backends.append(name)
-    devices: list[Device | None] = [*file.devices] or [None]
-    return cells_of(file, dict.fromkeys(devices, file.models), gpu_backends)
-
-
-def cells_of(
-    file: CampaignFile, models: Mapping[Device | None, Sequence[str]], gpu_backends: Sequence[str]
-) -> list[Cell]:
-    """Return the cells of a campaign: for each model and device the backends that run there, each
-    in the formats that it has; then the engines of other projects.
-
-    `models`: those to measure on each device, in order; the device None stands for whatever the
-    machine turns out to have. `gpu_backends`: the backends that can use the GPU, the preferred one
-    first. Raises BadCampaign for a combination that cannot be measured, and for a device on which
-    nothing would be measured.
-    """
-    if file.target is not None:
-        return [cell_of_target(file.target)]
-    names = list(dict.fromkeys(itertools.chain.from_iterable(models.values())))
-    cells: list[Cell] = []
-    try:
-        identities = identities_of(names)
-        for name, model in zip(names, identities, strict=True):
-            own_devices = [device for device in models if name in models[device]]
-            model_cells = _cells_of_model(model, own_devices, file, gpu_backends, len(models) == 1)
-            # Otherwise the fault is reported by device, or another project's engine runs the model.
-            needs_own_engine = not file.devices and (file.backends or not file.engines)
-            if not model_cells and needs_own_engine:
-                raise BadCampaign(refusal(model, file.backends, file.formats))
-            cells += model_cells
-    except (ModelError, ServingError) as problem:
-        raise BadCampaign(f"{problem}") from problem
-    for device in file.devices if file.models else ():
-        if not any(cell.device == device for cell in cells):
-            raise BadCampaign(nothing_on(device, file, gpu_backends))
-    for engine in file.engines:
-        cells += [_cell_of_engine(model, engine, file.server) for model in identities]
-    if not cells:
-        raise BadCampaign("There is nothing to measure: backends is empty. Name a backend.")
-    key, times = Counter(cell.key for cell in cells).most_common(1)[0]
-    if times > 1:
-        raise BadCampaign(f"The campaign has the cell {key} twice. Models and formats must differ.")
-    return cells
-
-
-def identities_of(names: Sequence[str]) -> list[ModelIdentity]:
-    """Return the models of a campaign, with unique names. Raises ModelError, BadCampaign."""
-    identities = unique_names(identify(name) for name in names)
-    if len(identities) < len(names):
-        raise BadCampaign(f"models = {', '.join(names)} names the same model twice")
-    return identities
-
-
-def backends_on(
-    device: Device | None,
-    file: CampaignFile,
-    gpu_backends: Sequence[str],
-    model: ModelIdentity,
-    *,
-    is_only: bool = True,
-) -> list[str]:
-    """Return the backends that a campaign measures with a model on a device, in order.
-
-    On the GPU: those that the campaign names, as far as they are among `gpu_backends`; where it
-    names none, or BEST, the first of these that runs the model in one of the campaign's formats.
-
-    On the CPU, and where the device is not known yet (None): those that it names, otherwise the
-    usual ones. If the GPU is measured too (`is_only` is False), torch is left out on the CPU unless
-    it is the only backend, since on a CPU it serves only as a reference.
-    """
-    if device == "gpu":
-        return _backends_on_gpu(file, gpu_backends, model)
-    names = file.backends
-    if names is None:
-        names = _usual_cpu_backends(model, file.formats)
-    if device is None:
-        if file.backends is not None or any(engines_on(model, n, file.formats) for n in names):
-            return names
-        return _backends_on_gpu(file, gpu_backends, model)
-    on_cpu = [name for name in names if name == BEST or "cpu" in _devices_of(name)]
-    without_torch = [name for name in on_cpu if name != GPU_BACKEND]
-    return on_cpu if is_only or not without_torch else without_torch
-
-
-def _backends_on_gpu(
-    file: CampaignFile, gpu_backends: Sequence[str], model: ModelIdentity
-) -> list[str]:
-    able = [name for name in gpu_backends if engines_on(model, name, file.formats)]
-    preferred = able[:1]
-    if file.backends is None:
-        return preferred
-    backends: list[str] = []
-    for name in file.backends:
-        if name == BEST:
-            backends += preferred
-        elif name in gpu_backends:
-            backends.append(name)
-    return list(dict.fromkeys(backends))
-
-
-def _usual_cpu_backends(model: ModelIdentity, formats: Sequence[str]) -> list[str]:
-    """Return the backend that a model is measured with on the CPU where the campaign names none.
-
-    The list is empty where no backend runs the model in one of the formats.
-    """
-    if model.kind == "ladder":
-        return [CPU_BACKEND]
-    for engine in usual_engines(model):
-        is_on_cpu = "cpu" in _devices_of(engine.backend)
-        if is_on_cpu and engines_on(model, engine.backend, formats):
-            return [engine.backend]
-    return []
-
-
-def can_measure(device: Device, file: CampaignFile, gpu_backends: Sequence[str]) -> bool:
-    """Return whether a campaign's backends and formats leave anything to measure on a device."""
-    names = [name for name in file.models if name != AUTO] or [ANY_LADDER_MODEL]
-    try:
-        for model in map(identify, names):
-            for backend in backends_on(device, file, gpu_backends, model, is_only=False):
-                if backend == BEST or engines_on(model, backend, file.formats):
-                    return True
-        return False
-    except ModelError as problem:
-        raise BadCampaign(f"{problem}") from problem
-
-
-def nothing_on(device: str, file: CampaignFile, gpu_backends: Sequence[str]) -> str:
-    """Return the sentence that says why a campaign has no cell on a device."""
-    keys = {"backends": file.backends, "formats": file.formats}
-    given = " and ".join(f"{key} = {', '.join(names)}" for key, names in keys.items() if names)
-    able = (
-        gpu_backends if device == "gpu" else [n for n in BACKENDS if "cpu" in BACKENDS[n].devices]
-    )
-    formats = {name: BACKENDS[name].formats if name in BACKENDS else () for name in able}
-    backends = [f"{name} ({', '.join(formats[name]) or 'any format'})" for name in able]
-    return (
-        f"devices: Nothing can be measured on the {device.upper()} with {given or 'these keys'}. "
-        f"Backends of this device: {', '.join(backends)}"
-    )
-
-
-def _devices_of(backend: str) -> tuple[str, ...]:
-    """Return the devices that a backend runs on. Raises BadCampaign for an unknown backend."""
-    try:
-        return spec_of(backend).devices
-    except BackendUnavailable as problem:
-        raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
-
-
-def _cells_of_model(
-    model: ModelIdentity,
-    devices: Sequence[Device | None],
-    file: CampaignFile,
-    gpu_backends: Sequence[str],
-    is_only_device: bool,
-) -> list[Cell]:
-    """Return the cells of one model, by device, backend and format.
-
-    `is_only_device`: the campaign has one device, so that a cell's key need not name it.
-    """
-    cells: list[Cell] = []
-    for device in devices:
-        shown_device = None if is_only_device else device
-        for backend in backends_on(device, file, gpu_backends, model, is_only=is_only_device):
-            cells += _cells_of_backend(model, backend, file, device, shown_device)
-    return cells
-
-
-def _cells_of_backend(
-    model: ModelIdentity,
-    backend: str,
-    file: CampaignFile,
-    device: Device | None,
-    shown_device: str | None,
-) -> Iterator[Cell]:
-    """Yield a cell for each format. The best engine has one cell for all formats, among which it is
-    chosen."""
-    fields: dict[str, Any] = {
-        "slots": file.server.settings_on(device).slots,
-        "device": device,
-        "shown_device": shown_device,
-    }
-    try:
-        if backend == BEST:
-            candidates = [engine.backend for engine in usual_engines(model)]
-            if any(engines_on(model, candidate, file.formats) for candidate in candidates):
-                yield _cell(model, "", BEST, is_best=True, **fields)
-            return
-        for engine in engines_on(model, backend, file.formats):
-            yield _cell(model, engine.weight_format, backend, **fields)
-    except BackendUnavailable as problem:
-        raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
-
-
-def _cell_of_engine(model: ModelIdentity, engine: ThirdPartyEngine, server: ServerSettings) -> Cell:
-    """Return the cell of a model on another project's engine."""
-    weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
-    if engine.weights == model.kind and not engine.format:
-        weight_format = model.weight_format or weight_format
-    settings = server.filled(DEFAULT_SETTINGS["cpu"])
-    slots = settings.slots if "{slots}" in engine.command else None
-    return _cell(model, weight_format, engine.name, slots=slots, engine=engine.name)
-
-
-def _cell(
-    model: ModelIdentity,
-    weight_format: str,
-    backend: str,
-    shown_device: str | None = None,
-    **fields: Any,
-) -> Cell:
-    """Return a cell whose key has the model's name and what distinguishes it from other cells."""
-    names_format = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
-    shown_format = None if names_format else weight_format
-    key_parts = filter(None, (model.name, shown_format, backend, shown_device))
-    return Cell(
-        key=file_name("-".join(key_parts)),
-        model=model.name,
-        weight_format=weight_format,
-        backend=backend,
-        identity=None if model.kind == "ladder" else model,
-        **fields,
-    )
 
 
 def cell_of_target(target: Target) -> Cell:
@@ -624,6 +376,14 @@ def _choice_faults(file: CampaignFile) -> Iterator[str]:
         yield "models = ['auto'] cannot be combined with other models or with engines"
     if BEST in (file.backends or ()) and file.server.options:
         yield f"{BEST!r} chooses among several engines, so server.options must not be set"
+    if file.backends == [] and not file.engines and file.target is None:
+        yield "backends is empty, so there is nothing to measure: name a backend"
+    for name in file.backends or ():
+        try:
+            if name != BEST and ":" not in name:  # a class is not imported before it is trusted
+                spec_of(name)
+        except BackendUnavailable as problem:
+            yield f"backends: {problem}. {OTHER_ENGINES}"
     for weight_format in file.formats:
         try:
             known_format(weight_format)

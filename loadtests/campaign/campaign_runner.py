@@ -31,6 +31,7 @@ from crossover.loadtests.campaign.campaign_file import (
     check_trust,
 )
 from crossover.loadtests.campaign.cell_runner import CellRun, capacity_of
+from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_serving
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
@@ -83,7 +84,7 @@ def run(
     with machine_lock(f"campaign {plan.campaign.name!r}"):
         facts = dependencies.machine.facts()
         plan = _with_served_model(plan, progress)
-        plan = cell_selection.on_this_machine(plan, dependencies.machine, facts, progress)
+        plan = on_this_machine(plan, dependencies.machine, facts, progress)
         with new_run(out, plan, facts, command or sys.argv) as run_folder:
             run_folder.append_event(journal.RunStarted())
             progress.say(f"run {run_folder.folder}: {len(plan.cells)} cells")
@@ -115,7 +116,7 @@ def resume(
     with RunFolder(folder) as run_folder, machine_lock(f"the run in {folder}"):
         campaign, cells = campaign_of(run_folder.manifest)
         if not trust:
-            check_trust(Plan(campaign, cells, ""))
+            check_trust(campaign)
         levels = levels_of(run_folder)
         states = [CellState(run_folder, campaign, cell, levels) for cell in cells]
         session = CampaignSession(

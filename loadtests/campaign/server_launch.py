@@ -32,7 +32,7 @@ from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
-from crossover.models.identity.resolve_model import resolve
+from crossover.models.identity.resolve_model import find_files
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.hardware.cpu_topology import cores_text
 from crossover.serving.server_options import arguments
@@ -107,8 +107,8 @@ class CellServer:
         model, server = self._cell.source, self._campaign.server
         try:
             if engine.weights != "none":
-                model = resolve(
-                    model,
+                model = find_files(
+                    self._cell.model_identity,
                     kind=engine.weights,
                     weight_format=self._cell.weight_format,
                     cache=server.cache,

@@ -75,7 +75,7 @@ def run_campaign(
 
     plan = _plan_of(what or [])
     if not trust:
-        check_trust(plan)
+        check_trust(plan.campaign)
     with Progress() as progress:
         folder = run(plan, out, progress)
     _print_results(folder)

@@ -66,6 +66,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     missing: str = ""  # why there is no spec
 
     @property
+    def has_files(self) -> bool:
+        """Whether the model is of files that exist, here or on the hub. Otherwise it is a published
+        shape, of which random weights are made in any format."""
+        return self.kind != "ladder" and find_ladder_model(self.source) is None
+
+    @property
     def formats(self) -> dict[str, tuple[str, ...]]:
         """The formats in which it can be served, by kind of weights (gguf, hf, onnx), the default
         one first; (): not known before it is fetched."""

@@ -37,11 +37,9 @@ from crossover.models.gguf.reader import part_names, read_header
 from crossover.models.gguf.shapes import GgufShape
 from crossover.models.identity.identify_model import (
     HUB_ID,
+    ModelIdentity,
     cannot_fetch,
-    find_local,
-    is_gguf,
-    name_of,
-    shape_of,
+    identify,
     unknown_model,
 )
 from crossover.models.identity.model_ladder import (
@@ -51,7 +49,6 @@ from crossover.models.identity.model_ladder import (
     packaged_file,
 )
 from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
-from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.text.tokenizer import write_shipped
 from crossover.models.weights.random_weights import GENERATOR
@@ -97,43 +94,64 @@ def resolve(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ResolvedModel:
-    """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`.
+    """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`. The errors are
+    those of `identify` and `find_files`."""
+    if kind == "none":
+        return _without_weights(name, cache_dir(cache))
+    return find_files(
+        identify(name), kind=kind, weight_format=weight_format, cache=cache, progress=progress
+    )
+
+
+def find_files(
+    model: ModelIdentity,
+    *,
+    kind: str,
+    weight_format: str | None = None,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> ResolvedModel:
+    """Find or make the files of `kind` (gguf, hf, onnx, none) for a model.
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError if a converter died or a
     file cannot be read.
     """
-    with os_errors_as_model_errors(name):
-        return _resolved(name, kind, weight_format, cache, progress)
+    with os_errors_as_model_errors(model.source):
+        if kind == "none":
+            return _without_weights(model.source, cache_dir(cache))
+        requested_format = normalized_format(kind, weight_format) if weight_format else None
+        if model.has_files:
+            return _found(model, kind, requested_format, cache_dir(cache), progress)
+        assert model.spec is not None
+        published = find_ladder_model(model.source)
+        if published is not None and published.shape is not None:
+            return _random_shape(
+                model.spec, published.shape, kind, requested_format, cache_dir(cache), progress
+            )
+        made_format = requested_format or DEFAULT_FORMATS[kind]
+        return _random(model.spec, kind, made_format, cache_dir(cache), progress)
 
 
-def _resolved(
-    name: str,
+def _found(
+    model: ModelIdentity,
     kind: str,
-    weight_format: str | None,
-    cache: str | Path | None,
+    requested_format: str | None,
+    cache: Path,
     progress: Progress | None,
 ) -> ResolvedModel:
-    if kind == "none":
-        return _without_weights(name, cache_dir(cache))
-    requested_format = normalized_format(kind, weight_format) if weight_format else None
-    published = find_ladder_model(name)
-    if published is not None and published.shape is not None:
-        return _random_shape(
-            published.spec, published.shape, kind, requested_format, cache_dir(cache), progress
-        )
-    if published is not None:
-        weight_format = requested_format or DEFAULT_FORMATS[kind]
-        return _random(published.spec, kind, weight_format, cache_dir(cache), progress)
-    local = find_local(name)
-    # The packaged file is a GGUF file, so other kinds are fetched from the hub.
-    if local is None or (kind != "gguf" and local[0] == packaged_file(name)):
-        local = _downloaded(name, progress)
-    path, short_name = local
-    if is_gguf(path):
-        return _gguf(path, short_name, kind, requested_format)
-    if not path.is_dir():
-        raise UnsupportedModel(f"{str(path)!r} is neither a GGUF file nor a folder")
-    return _folder(path, short_name, kind, requested_format, cache_dir(cache), progress)
+    """Return the files of a model that has some, fetched from the hub or converted if needed."""
+    path = Path(model.source)
+    packaged = packaged_file(model.source)
+    if packaged is not None and kind == "gguf":
+        path = packaged
+    elif not path.is_absolute():  # of the hub
+        path = _downloaded(model.source, progress)
+        fetched = identify(str(path))
+        spec = fetched.spec and msgspec.structs.replace(fetched.spec, name=model.name)
+        model = msgspec.structs.replace(fetched, name=model.name, spec=spec)
+    if model.kind == "gguf":
+        return _gguf(path, model.name, kind, requested_format)
+    return _folder(path, model, kind, requested_format, cache, progress)
 
 
 def _random(
@@ -249,7 +267,7 @@ def _gguf(path: Path, name: str, kind: str, requested_format: str | None) -> Res
 
 def _folder(
     path: Path,
-    name: str,
+    model: ModelIdentity,
     kind: str,
     requested_format: str | None,
     cache: Path,
@@ -265,26 +283,23 @@ def _folder(
             f"{path.name} is a folder, but llama_cpp needs a GGUF file. Give one (on the hub: "
             "org/name:file.gguf), or use --backend onnx or torch, which read safetensors."
         )
-    config = read_config(path)
+    spec, stored_format = model.spec, model.weight_format
+    assert spec is not None
     if kind == "hf":
-        spec = spec_of(config, name)
-        stored_format = check_tensors(path, spec)
+        spec = spec_of(read_config(path), model.name)  # raises if torch cannot run the family
+        stored_format = stored_format or check_tensors(path, spec)
         return _with_own_tokenizer(path, spec, requested_format or stored_format)
-    spec = shape_of(config, name)
-    if (path / "model.onnx").is_file():
-        manifest = read_manifest(path)
+    if model.kind == "onnx":
         # A graph that Crossover did not make does not say what its format is.
-        stored_format = manifest.weight_format if manifest is not None else requested_format or ""
+        stored_format = stored_format or requested_format or ""
         if requested_format not in (None, stored_format):
             raise UnsupportedModel(
                 f"{path.name} is of format {stored_format}, not {requested_format}"
             )
         return _with_own_tokenizer(path, spec, stored_format)
-    if config.get("model_type") in FAMILIES:  # of other families the tensors are not known
-        check_tensors(path, spec)
     # The default is not int4, with which trained models lose much of their quality.
     weight_format = requested_format or "int8"
-    graph_name = f"{Path(name).name}-onnx-{weight_format}"
+    graph_name = f"{Path(model.name).name}-onnx-{weight_format}"
     target = cache / "converted" / _fingerprint(path) / graph_name
     wanted = (spec, onnx_generator(weight_format))
     _make(target, wanted, CONVERT, progress, path, target, weight_format, spec=spec)
@@ -307,11 +322,10 @@ def _with_own_tokenizer(path: Path, spec: ModelSpec, weight_format: str) -> Reso
     return ResolvedModel(spec.name, spec, str(path), weight_format, str(path), is_random)
 
 
-def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
+def _downloaded(name: str, progress: Progress | None) -> Path:
     """Fetch the safetensors and texts of a hub id, or one GGUF file with all its parts, into the
-    hub library's cache. Return the folder or the file, and the model's short name."""
-    is_packaged = name.lower() == PACKAGED
-    hub_id = ladder_model("135m").repository if is_packaged else name
+    hub library's cache. Return the folder or the file."""
+    hub_id = ladder_model("135m").repository if name.lower() == PACKAGED else name
     match = HUB_ID.fullmatch(hub_id)
     if match is None or ".." in hub_id:
         raise unknown_model(name)
@@ -338,10 +352,9 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
             folder = fetch([*file_names, *weights])
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
         raise cannot_fetch(hub_id, problem) from problem
-    short_name = PACKAGED if is_packaged else name_of(name)
     if not file:
-        return folder, short_name
+        return folder
     for part in file_names:
         if not (folder / part).is_file():
             raise UnknownModel(f"The hub repository {repository} has no file {part}")
-    return folder / file_names[0], short_name
+    return folder / file_names[0]

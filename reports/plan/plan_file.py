@@ -28,10 +28,10 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
-from crossover.serving.backends.model_engines import usual_engines
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.faults import converted
+from crossover.serving.placement.engines import usual_format
 from crossover.serving.toml_files import Table
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, lengths_in_words, notes_of
@@ -180,7 +180,7 @@ def _default_format(model: ModelIdentity) -> str:
     """Return the weight format in which a CPU runs the model unless the file names another."""
     if model.kind == "ladder":
         return DEFAULT_FORMAT
-    return usual_engines(model)[0].weight_format or DEFAULT_FORMAT
+    return usual_format(model) or DEFAULT_FORMAT
 
 
 def _problems(keys: PlanFile) -> Iterator[str]:

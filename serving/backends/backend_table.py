@@ -385,11 +385,6 @@ def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
     raise Unsupported(f"No engine has the weight format {weight_format!r}", "weight_format")
 
 
-def backend_for(kind: str) -> str:
-    """Return the first backend that reads this kind of files."""
-    return next(name for name, spec in BACKENDS.items() if spec.weights == kind)
-
-
 def missing_backends() -> dict[str, str]:
     """Return, for each backend whose package is not installed, a text that says how to install it.
     Nothing is imported."""

@@ -11,7 +11,6 @@ serve`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,29 +21,36 @@ import typer
 
 from crossover.models import formatting
 from crossover.models.errors import ModelError
-from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import PUBLISHED, LadderModel
-from crossover.models.identity.resolve_model import resolve
+from crossover.models.identity.resolve_model import find_files, resolve
 from crossover.models.tables import Column, lines_of, table_of
 from crossover.models.weights.weight_formats import FORMATS, known_format, weight_bytes
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import missing_backends, weights_of
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
-from crossover.serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from crossover.serving.logs import ConsoleLog
 from crossover.serving.option_help import parse_bytes
+from crossover.serving.placement.engines import (
+    Obstacles,
+    Wanted,
+    engines,
+    in_requested_spelling,
+)
 from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
-    Obstacles,
     PlacementRequest,
+    consider,
     explain,
     plan,
+    runs_nowhere,
+    with_context,
+    with_engine,
 )
-from crossover.serving.registry.prepare_model import usual_backend
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
@@ -180,30 +186,33 @@ def _plan_lines(
     yield f"{model.name}: {model.spec.parameters:,} parameters, {active} active"
     if model.spec.experts_text:
         yield f"  {model.spec.experts_text}"
-    request = PlacementRequest(model=model.spec, settings=settings, weight_bytes=model.weight_bytes)
+    request = PlacementRequest(model=model, settings=settings, weight_bytes=model.weight_bytes)
     if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
-        file = resolve(name, kind="gguf").path
+        file = find_files(model, kind="gguf").path
         memory_by_context = reported_memory(file, model.spec, settings)
         request = msgspec.structs.replace(request, memory_by_context=memory_by_context)
-    engines = _engines(model, formats)
-    for engine in engines:
-        engine_request = msgspec.structs.replace(
-            request,
-            backend=engine.backend or None,
-            weight_format=engine.weight_format,
-            check_memory=False,
+    requests = list(_requests_of(request, formats))
+    found = [
+        (each, engine)
+        for each in requests
+        for engine in in_requested_spelling(
+            engines(each.model, facts, obstacles, each.wanted), each.wanted.formats
         )
-        with contextlib.suppress(NoPlacement):  # the last lines say why
-            for attempt in plan(engine_request, facts, obstacles).attempts:
-                yield f"  {_memory_line(attempt)}"
-    if len(formats) == 1:
-        request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
-    if model.kind != "ladder":  # a ladder model may run on any backend, so `plan` chooses it
-        backend = usual_backend(model, bool(facts.gpus))
-        usual = next((engine for engine in engines if engine.backend == backend), engines[0])
-        request = msgspec.structs.replace(
-            request, backend=usual.backend, weight_format=usual.weight_format or None
-        )
+    ]
+    usable = [(each, engine) for each, engine in found if engine.why_not is None]
+    if not usable:
+        reasons = [engine.why_not for _, engine in found if engine.why_not is not None]
+        raise runs_nowhere(model, reasons)
+    for each, engine in usable:
+        unlimited = msgspec.structs.replace(each, check_memory=False)
+        context = min(model.spec.context, settings.context_tokens or model.spec.context)
+        attempt = consider(with_context(unlimited, context), facts, engine).attempt
+        if attempt is not None:
+            yield f"  {_memory_line(attempt)}"
+    request = requests[0] if len(formats) == 1 else request
+    if model.has_files:  # `serve` reads the files for the first engine that can
+        _, engine = usable[0]
+        request = with_engine(request, engine.backend, engine.weight_format)
     try:
         decision = plan(request, facts, obstacles)
     except NoPlacement as problem:
@@ -218,16 +227,19 @@ def _plan_lines(
             yield f"  {line}"
 
 
-def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
-    """Return the engines to plan: for a ladder model PLANNED_FORMATS on any backend, for another
-    model every engine that can run it. `formats`: those requested, (): all. Raises ModelError."""
-    if model.kind == "ladder":
-        return [Engine("", weight_format) for weight_format in formats or PLANNED_FORMATS]
-    names = [engine.backend for engine in usual_engines(model)]
-    engines = [engine for name in names for engine in engines_on(model, name, formats)]
-    if not engines:
-        raise ModelError(refusal(model, None, formats))
-    return engines
+def _requests_of(request: PlacementRequest, formats: Sequence[str]) -> Iterator[PlacementRequest]:
+    """Yield the request in each format to plan: those that the user requested, else for a ladder
+    model PLANNED_FORMATS and for another model the usual ones."""
+    is_ladder = request.model.kind == "ladder"
+    if not formats and not is_ladder:
+        yield request
+    for weight_format in formats or (PLANNED_FORMATS if is_ladder else ()):
+        model = request.model
+        if is_ladder and not any(weight_format in made for made in FORMATS.values()):
+            # Random weights are not made in this format: it is of a published file.
+            model = msgspec.structs.replace(model, kind="gguf", weight_format=weight_format)
+        wanted = Wanted(formats=(weight_format,))
+        yield msgspec.structs.replace(request, model=model, wanted=wanted)
 
 
 def _memory_line(attempt: Attempt) -> str:

@@ -3,12 +3,11 @@
     choice = fastest_backend(question, hardware_facts(), say, progress)
     choice.backend, choice.weight_format, choice.reason
 
-Memory and installed packages decide which backends are candidates. A child process measures each
-candidate with the backend that would serve: prefill, decode steps of one row, and decode steps of
-all slots. An engine that would use more than 8 threads is measured with half of them too, because
-logical CPUs may share a core, and every step waits for its slowest thread. The times are saved in
-CACHE/engine-times.json and reused until the CPU or the version of an engine's library changes.
-Times that other processes disturbed are measured again.
+The candidates are the engines of the CPU (crossover.serving.placement.engines) that fit in memory.
+Each is timed in a child process (engine_times.py). An engine that would use more than 8 threads is
+measured with half of them too, because logical CPUs may share a core, and every step waits for its
+slowest thread. The times are saved and reused; those that other processes disturbed are measured
+again.
 
 A step-time model is fitted to the times of each engine, and `ServerModel.capacity` computes the
 engine's capacity under the workload and the SLO. The engine with the highest capacity is chosen. If
@@ -20,32 +19,24 @@ meets the SLO even unloaded, the capacities without latency limits decide.
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from crossover.models.child_process import run_python
 from crossover.models.errors import CrossoverError
 from crossover.models.formatting import count, duration, of_requests, rate, share, significant
-from crossover.models.identity.model_ladder import ladder_model
-from crossover.models.identity.resolve_model import resolve
-from crossover.models.machine_limits import read_text
+from crossover.models.identity.identify_model import identify
+from crossover.models.identity.resolve_model import find_files
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import weight_bytes
-from crossover.models.weights.weights_manifest import Progress, cache_dir, write_atomically
-from crossover.serving.backends.backend_interface import Backend, EngineConfig
+from crossover.models.weights.weights_manifest import Progress
+from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import (
-    BACKENDS,
-    backend_class,
     format_of,
-    library_versions,
     missing_backends,
+    spec_of,
     weights_of,
 )
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -59,24 +50,26 @@ from crossover.serving.capacity.simulated_capacity import (
     sd_of,
 )
 from crossover.serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
-from crossover.serving.capacity.step_time_model import StepTimeModel
-from crossover.serving.errors import ServingError
 from crossover.serving.hardware.cpu_topology import SHARED_CORES
 from crossover.serving.hardware.machine_facts import HardwareFacts
-from crossover.serving.placement.placement_policy import (
-    NoPlacement,
-    PlacementRequest,
-    backends_with,
-    consider,
+from crossover.serving.placement.engine_times import (
+    EngineTimes,
+    measured_times,
+    read_table,
+    save_times,
+    step_times_of_timings,
+    table_path,
 )
-from crossover.serving.sampling.step_inputs import Row
+from crossover.serving.placement.engines import (
+    Engine,
+    Obstacles,
+    engines,
+    in_requested_spelling,
+)
+from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest, consider
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 BEST = "best"  # in a campaign file: the backend that this module chooses
-# The candidates if no weight format is requested: (backend, weight format).
-USUAL = tuple(
-    (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
-)
 # CPUs with one of these flags multiply bf16, which is torch's default format. On them torch is a
 # candidate too.
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
@@ -85,10 +78,6 @@ MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many threads on, half of them
 # The weights of a model with more than MAX_MEASURED_PARAMETERS would take too long to prepare, so
 # PROXY is measured instead, and its times are scaled.
 PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
-PART_SECONDS = 0.5  # time spent measuring each kind of step
-MAX_STEPS = 64  # of each kind
-SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long prompt is used if there is time for it
-TIMEOUT_SECONDS = 300.0  # of the child process that measures one engine
 # Times are measured again if other processes took more than this share of the CPU time that the
 # engine wanted.
 MAX_TAKEN_SHARE = 0.1
@@ -99,17 +88,6 @@ MAX_TAKEN_SHARE = 0.1
 CHOICE_REQUESTS = 500
 
 Say = Callable[[str], None]
-
-
-class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured step times of one engine for one model on one machine."""
-
-    slots: int
-    prompt_tokens_per_second: float
-    decode_seconds: float  # of a decode step with one row
-    decode_slots_seconds: float  # of a decode step with one row per slot
-    # Of the CPU time that the engine could have used, the share that other processes took.
-    taken_share: float = 0.0
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,18 +137,14 @@ class EngineChoice(NamedTuple):
 class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine serves this model best on the CPU, under this workload and SLO?"""
 
-    source: str  # a ladder model, a file or a folder
     request: PlacementRequest
     threads: int
     cores: tuple[int, ...]  # logical CPUs that the engine may use; (): all
-    formats: tuple[str, ...] = ()  # requested weight formats; (): USUAL
-    # (backend, weight format) pairs of a model whose files exist already; (): follow from `formats`
-    engines: tuple[tuple[str, str], ...] = ()
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
     cache: str | None = None  # the cache folder; None: the default one
     may_measure: bool = True  # False: use only saved times
-    # Whether REFERENCE may be measured although no engine is named; its saved times are used in any
+    # Whether REFERENCE may be measured although no format is named; its saved times are used in any
     # case. Its weights are twice as large as the others', which takes too long to prepare while a
     # server starts.
     may_measure_reference: bool = False
@@ -182,19 +156,19 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
 
     @property
-    def names_engines(self) -> bool:
-        """Whether the user named engines or weight formats; else the candidates are the usual
-        ones."""
-        return bool(self.engines or self.formats)
+    def is_of_usual_engines(self) -> bool:
+        """Whether the usual engines of ladder models are the candidates. Of a model that has files,
+        and in formats that the user named, all engines are."""
+        return self.request.model.kind == "ladder" and not self.request.wanted.formats
 
     def may_measure_engine(self, engine: EngineCandidate) -> bool:
         """Return whether this engine may be measured."""
-        is_allowed = self.may_measure_reference or self.names_engines or not engine.is_reference
-        return self.may_measure and is_allowed
+        is_excluded = self.is_of_usual_engines and engine.is_reference
+        return self.may_measure and (self.may_measure_reference or not is_excluded)
 
     def key(self, engine: EngineCandidate) -> str:
         """Return the key of an engine's saved times: all that they depend on except the machine."""
-        model, settings = self.request.model, self.settings
+        model, settings = self.request.spec, self.settings
         engine_name = f"{engine.backend} {engine.weight_format}".strip()
         threads = engine.threads or self.threads
         return (
@@ -227,18 +201,16 @@ def fastest_backend(
         candidates = [
             _with_times(question, candidate, facts, say, progress) for candidate in candidates
         ]
-        if not question.names_engines:  # REFERENCE counts only if it was measured
+        if question.is_of_usual_engines:  # REFERENCE counts only if it was measured
             candidates = [
                 candidate
                 for candidate in candidates
                 if candidate.times is not None or not candidate.is_reference
             ]
         candidates = _with_capacities(question, candidates)
-    ranking = rank(candidates, question.request.model)
+    ranking = rank(candidates, question.request.spec)
     if not ranking:
         reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
-        if not candidates:
-            reasons = f"no CPU engine has the format {', '.join(question.formats)}"
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
     best = ranking[0]
     reason = _reason(question, best, candidates)
@@ -246,19 +218,16 @@ def fastest_backend(
 
 
 def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[EngineCandidate]:
-    """Return the engines of the question as candidates, each with every number of threads that is
-    to be measured. Those that cannot run on this machine have the reason."""
-    engines: list[tuple[str, str]] = []  # (backend, weight format)
-    if question.engines:
-        engines += question.engines
-    elif question.formats:
-        for weight_format in question.formats:
-            engines += backends_with("cpu", weight_format)
-    else:
-        engines += usual_candidates(facts)
+    """Return the engines of the CPU as candidates, each with every number of threads that is to be
+    measured. Those that cannot run on this machine have the reason."""
     candidates: list[EngineCandidate] = []
-    for backend, weight_format in engines:
-        candidate = _candidate(question, facts, backend, weight_format)
+    for engine in _engines_to_compare(question, facts):
+        _, attempt, reason = consider(question.request, facts, engine)
+        candidate = EngineCandidate(
+            backend=engine.backend,
+            weight_format=engine.weight_format,
+            why_not=reason.text if attempt is None and reason is not None else "",
+        )
         for threads in question.thread_counts:
             candidates.append(msgspec.structs.replace(candidate, threads=threads))
             if candidate.why_not:
@@ -266,12 +235,21 @@ def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[Engin
     return candidates
 
 
-def usual_candidates(facts: HardwareFacts) -> tuple[tuple[str, str], ...]:
-    """Return the candidates if no weight format is requested, as (backend, weight format): USUAL,
-    and REFERENCE if torch is installed and the CPU multiplies bf16."""
-    has_bf16 = not BF16_FLAGS.isdisjoint(facts.isa)
-    has_torch = REFERENCE[0] not in missing_backends()
-    return (*USUAL, REFERENCE) if has_bf16 and has_torch else USUAL
+def _engines_to_compare(question: EngineQuestion, facts: HardwareFacts) -> list[Engine]:
+    """Return the engines of the CPU. Of the usual ones these are those with `is_cpu_candidate`, and
+    REFERENCE if its package is installed and the CPU multiplies bf16."""
+    request, obstacles = question.request, Obstacles(missing_backends())
+    found = engines(request.model, facts, obstacles, request.wanted)
+    on_cpu = [engine for engine in found if engine.device == "cpu"]
+    if question.is_of_usual_engines:
+        has_bf16 = not BF16_FLAGS.isdisjoint(facts.isa)
+        return [
+            engine
+            for engine in on_cpu
+            if spec_of(engine.backend).is_cpu_candidate
+            or (has_bf16 and engine[:2] == REFERENCE and engine.backend not in obstacles.missing)
+        ]
+    return in_requested_spelling(on_cpu, request.wanted.formats)
 
 
 def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
@@ -353,8 +331,12 @@ def known_times(
     if is_undisturbed or not question.may_measure_engine(engine):
         return saved
     kind, file_format = weights_of(engine.backend, engine.weight_format)
-    files = resolve(
-        question.source, kind=kind, weight_format=file_format, cache=cache, progress=progress
+    files = find_files(
+        question.request.model,
+        kind=kind,
+        weight_format=file_format,
+        cache=cache,
+        progress=progress,
     )
     config = EngineConfig(
         backend=engine.backend,
@@ -367,7 +349,7 @@ def known_times(
         cores=question.cores,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
-    times = measured_times(config, question.request.model)
+    times = measured_times(config, question.request.spec)
     elapsed = duration(time.monotonic() - started)
     outcome = f"saved in {table_path(cache)}"
     try:
@@ -381,18 +363,6 @@ def known_times(
     return times
 
 
-def _candidate(
-    question: EngineQuestion, facts: HardwareFacts, backend: str, weight_format: str
-) -> EngineCandidate:
-    """Return the engine as a candidate, with the reason if it cannot run on this machine."""
-    request = msgspec.structs.replace(question.request, weight_format=weight_format)
-    attempt, reason = consider(request, facts, backend, None)
-    why_not = missing_backends().get(backend, "")
-    if not why_not and attempt is None and reason is not None:
-        why_not = reason.text
-    return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
-
-
 def _with_times(
     question: EngineQuestion,
     candidate: EngineCandidate,
@@ -404,13 +374,12 @@ def _with_times(
     the model is large. If measuring fails, the error becomes `why_not`."""
     if candidate.why_not:
         return candidate
-    spec = question.request.model
-    measured_model = spec
+    spec = question.request.spec
     measured_question = question
     if spec.parameters > MAX_MEASURED_PARAMETERS:
-        measured_model = ladder_model(PROXY).spec
-        request = msgspec.structs.replace(question.request, model=measured_model)
-        measured_question = msgspec.structs.replace(question, source=PROXY, request=request)
+        request = msgspec.structs.replace(question.request, model=identify(PROXY))
+        measured_question = msgspec.structs.replace(question, request=request)
+    measured_model = measured_question.request.spec
     try:
         times = known_times(measured_question, candidate, facts, say, progress)
     except CrossoverError as problem:
@@ -459,171 +428,3 @@ def _with_capacities(
         no_limits = SLO_PRESETS["batch"]
         return [with_capacity(candidate, no_limits, True) for candidate in candidates]
     return with_slo
-
-
-def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
-    """Return the step-time model through the two decode times, of one row and of all slots:
-
-    seconds = base_seconds + row_seconds * decode rows + prompt_token_seconds * prompt tokens
-    """
-    row_seconds = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
-    row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)  # so that base_seconds >= 0
-    return StepTimeModel(
-        base_seconds=times.decode_seconds - row_seconds,
-        row_seconds=row_seconds,
-        prompt_token_seconds=1 / times.prompt_tokens_per_second,
-    )
-
-
-# --- the table of saved times
-
-
-def table_path(cache: str | Path | None) -> Path:
-    """Return the file with the saved times in this cache folder (None: the default one)."""
-    return cache_dir(cache) / "engine-times.json"
-
-
-def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
-    """Return the saved times by EngineQuestion.key. Empty if the file cannot be read, or was
-    written on another machine or with other versions of the engines' libraries."""
-    try:
-        content = table_path(cache).read_bytes()
-        machine, times_by_key = msgspec.json.decode(
-            content, type=tuple[str, dict[str, EngineTimes]]
-        )
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return times_by_key if machine == _machine(facts) else {}
-
-
-def save_times(
-    cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes
-) -> None:
-    """Save the times of one engine in the table, atomically; older ones of the same key are
-    replaced. Raises OSError."""
-    table = _machine(facts), read_table(cache, facts) | {key: times}
-    path = table_path(cache)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
-
-
-def _machine(facts: HardwareFacts) -> str:
-    """Return what all times in a table depend on: the CPU and the engines' library versions."""
-    versions = [f"{name} {version}" for name, version in library_versions().items()]
-    cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
-    return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
-
-
-# --- measuring
-
-
-def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
-    """Return the step times of the engine with this configuration, measured in a child process with
-    the shortest context that the measurement needs.
-
-    Raises ServingError if the child process fails or takes longer than TIMEOUT_SECONDS.
-    """
-    context = min(spec.context, LONG_PROMPT + 4 * MAX_STEPS)
-    settings = msgspec.structs.replace(config.settings, context_tokens=context, kv_tokens=None)
-    config = msgspec.structs.replace(config, settings=settings)
-    child = run_python(
-        "-m",
-        "crossover.serving.placement.fastest_backend",
-        msgspec.json.encode(config).decode(),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    if child.status == 0:
-        return msgspec.json.decode(child.output.splitlines()[-1], type=EngineTimes)
-    why = f"no result after {TIMEOUT_SECONDS:g} s" if child.status is None else child.reason
-    raise ServingError(f"{config.backend} {config.weight_format} failed: {why}")
-
-
-def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
-    """Return the step times of a loaded backend, measured with random tokens.
-
-    `clock` returns seconds. `taken_share` is left at 0.
-    """
-    info, settings = backend.info, backend.info.settings
-    generator = np.random.default_rng(1)
-    tokens_in_slot = [0] * settings.slots
-    first_token = 3  # lower ids are usually special tokens
-
-    def run_step(slots: Iterable[int], tokens: int) -> float:
-        """Run a step that appends this many tokens to each of these slots; return its seconds."""
-        rows = []
-        for slot in slots:
-            token_ids = generator.integers(first_token, info.vocabulary, tokens, np.int32)
-            rows.append(Row(slot, token_ids, tokens_in_slot[slot], True))
-            tokens_in_slot[slot] += tokens
-        started = clock()
-        backend.step(rows)
-        return max(clock() - started, 1e-9)
-
-    def prefill(slot: int, tokens: int) -> float:
-        """Run a step with a new prompt in this slot; return its seconds."""
-        tokens_in_slot[slot] = 0
-        return run_step([slot], tokens)
-
-    def lower_quartile(step: Callable[[], float], min_steps: int) -> float:
-        """Repeat a step and return the lower quartile of its seconds, since other work on the
-        machine can only make steps longer."""
-        deadline = clock() + PART_SECONDS
-        timings: list[float] = []
-        while len(timings) < min_steps or (clock() < deadline and len(timings) < MAX_STEPS):
-            timings.append(step())
-        return sorted(timings)[len(timings) // 4]
-
-    # A prompt that takes about PART_SECONDS by the speed of a short one, of SHORT_PROMPT to
-    # LONG_PROMPT tokens.
-    short_seconds = min(prefill(0, SHORT_PROMPT) for _ in range(2))
-    affordable_tokens = SHORT_PROMPT / short_seconds * PART_SECONDS
-    max_tokens = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
-    prompt_tokens = int(min(max_tokens, max(SHORT_PROMPT, affordable_tokens)))
-    prompt_seconds = lower_quartile(lambda: prefill(0, prompt_tokens), 1)
-    # The other slots need some context for the decode steps: together as many tokens as the prompt.
-    for slot in range(1, settings.slots):
-        prefill(slot, max(4, prompt_tokens // settings.slots))
-    return EngineTimes(
-        slots=settings.slots,
-        prompt_tokens_per_second=prompt_tokens / prompt_seconds,
-        decode_seconds=lower_quartile(lambda: run_step([0], 1), 4),
-        decode_slots_seconds=lower_quartile(lambda: run_step(range(settings.slots), 1), 4),
-    )
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Return the CPU seconds that this process's threads used, and the CPU seconds that they lost:
-    they were ready to run but had no core, or the hypervisor took the core (steal time)."""
-    running_nanoseconds, waiting_nanoseconds = 0, 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        fields = read_text(path).split()  # running, waiting in a run queue, time slices
-        if fields:  # empty: the thread has ended
-            running_nanoseconds += int(fields[0])
-            waiting_nanoseconds += int(fields[1])
-    own_cpus = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    steal_ticks = 0
-    for line in read_text(Path("/proc/stat")).splitlines():
-        name, *ticks = line.split()
-        if name in own_cpus:
-            steal_ticks += int(ticks[7])  # user, nice, system, idle, iowait, irq, softirq, steal
-    lost_seconds = 1e-9 * waiting_nanoseconds + steal_ticks / os.sysconf("SC_CLK_TCK")
-    return 1e-9 * running_nanoseconds, lost_seconds
-
-
-def main() -> None:
-    """Run in the child process: measure on the engine's cores and print one line of JSON."""
-    config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
-    backend = backend_class(config.backend)(config, lambda what, fraction: None)
-    used_before, lost_before = _cpu_seconds()
-    times = measure(backend)
-    used_after, lost_after = _cpu_seconds()
-    used, lost = used_after - used_before, lost_after - lost_before
-    times = msgspec.structs.replace(times, taken_share=round(lost / max(used + lost, 1e-9), 4))
-    backend.close()
-    print(f"\n{msgspec.json.encode(times).decode()}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

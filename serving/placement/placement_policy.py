@@ -1,13 +1,12 @@
 """Decides on which device and engine a model runs, predicts its memory, and says why. Pure.
 
-    placement = plan(PlacementRequest(model=spec), hardware_facts())
+    placement = plan(PlacementRequest(model=identify("135m")), hardware_facts())
     placement.device, placement.backend          # "cpu", "llama_cpp"
     print("\\n".join(explain(placement)))
 
-Candidates are considered in order: the GPU with each backend that can use it, then the CPU with
-each backend that runs there. The first one that fits in memory is chosen. A model on the GPU has up
-to two fallbacks: the best engine on the CPU, and then the GPU's own backend on the CPU, which needs
-no further files. Of several GPUs, the one with the most free memory is used.
+`engines` lists the engines in order, those of the GPU first. The first one that can run and fits in
+memory is chosen. A model on the GPU has up to two fallbacks: the best engine on the CPU, and then
+the GPU's own backend on the CPU, which needs no further files.
 
 The predicted memory is the sum of
 
@@ -31,10 +30,11 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.models.formatting import size
+from crossover.models.identity.identify_model import ModelIdentity
 from crossover.models.shape.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from crossover.models.weights.weight_formats import weight_bytes as format_bytes
 from crossover.serving.backends.backend_interface import EngineMemory
-from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
+from crossover.serving.backends.backend_table import format_of, spec_of
 from crossover.serving.capacity.scheduler_settings import (
     AUTO,
     DEFAULT_SETTINGS,
@@ -42,10 +42,18 @@ from crossover.serving.capacity.scheduler_settings import (
     RequestedSettings,
     SchedulerSettings,
 )
-from crossover.serving.errors import Cause, ServingError, Unsupported
+from crossover.serving.errors import Cause, ServingError
 from crossover.serving.faults import check
-from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.engines import (
+    DEVICES,
+    Device,
+    Engine,
+    Obstacles,
+    Reason,
+    Wanted,
+    engines,
+)
 from crossover.serving.server_options import Policy
 
 USABLE_SHARE = 0.95  # share of the free memory that a placement may use
@@ -56,48 +64,33 @@ MIN_CONTEXT = 2048
 KV_BLOCK_TOKENS = 256  # llama.cpp rounds the length of its KV cache up to a multiple of this
 
 
-class Reason(msgspec.Struct, frozen=True):
-    """A reason of the decision."""
-
-    cause: Cause | None  # why a candidate was ruled out; None: a remark on the choice
-    text: str
-
-
 class NoPlacement(ServingError):
     """The model cannot run on this machine under this policy."""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The model to place, and the user's requests. Fields that are None are decided by
-    crossover.serving.backends.backend_table."""
+    """The model to place, of which the shape must be known, and the user's requests."""
 
-    model: ModelSpec
-    policy: Policy = Policy.auto
-    backend: str | None = None
-    weight_format: str | None = None
+    model: ModelIdentity
+    wanted: Wanted = Wanted()
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
     weight_bytes: int | None = None  # size of the file; None: there is no file yet
     # The memory besides the weights that the CPU's engine reports for this file, by ascending
     # context length; {}: there is no file yet, or the engine cannot report it.
     memory_by_context: Mapping[int, EngineMemory] = {}
-    check_memory: bool = True  # False: a candidate that does not fit is accepted, with a reason
-    # (backend, weight format) pairs for the CPU if no backend is requested, best first; (): the
-    # order of the table of backends.
-    cpu_backends: tuple[tuple[str, str | None], ...] = ()
+    check_memory: bool = True  # False: an engine that does not fit is accepted, with a reason
 
-
-class Obstacles(msgspec.Struct, frozen=True):
-    """Why backends cannot run on this machine, by the backend's name."""
-
-    missing: Mapping[str, str] = {}  # backends that cannot run at all: why
-    gpu: Mapping[str, tuple[Cause, str]] = {}  # backends that cannot use the GPU: cause and why
+    @property
+    def spec(self) -> ModelSpec:
+        assert self.model.spec is not None
+        return self.model.spec
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A candidate: one engine that may run the model, with its predicted memory."""
+    """One engine that may run the model, with its predicted memory."""
 
-    device: str  # "cpu" or "gpu"
+    device: Device
     backend: str
     weight_format: str
     device_name: str
@@ -134,69 +127,69 @@ class Placement(Attempt, frozen=True, kw_only=True):
 
 
 class Considered(NamedTuple):
-    """A candidate after it was considered. One that does not fit in memory has both an attempt and
-    a reason if `check_memory` is off."""
+    """An engine after its memory was predicted. One that does not fit has both an attempt and a
+    reason if `check_memory` is off."""
 
+    engine: Engine
     attempt: Attempt | None  # None: it is not usable
     reason: Reason | None  # why it is not usable, or does not fit; None: there is nothing to say
 
 
-NO_OBSTACLES = Obstacles()
-
-
 def plan(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles = NO_OBSTACLES
+    request: PlacementRequest,
+    facts: HardwareFacts,
+    obstacles: Obstacles = Obstacles(),  # noqa: B008  immutable
 ) -> Placement:
     """Decide where the model runs on a machine with this hardware.
 
-    Raises NoPlacement if no candidate is usable, and Unsupported for settings out of range.
+    Raises NoPlacement if no engine is usable, and Unsupported for settings out of range.
     """
     check(request)
-    model, settings = request.model, request.settings
+    settings = request.settings
     if settings.kv_dtype not in (None, AUTO, *KV_ELEMENT_BYTES):
         known_types = ", ".join((AUTO, *KV_ELEMENT_BYTES))
         raise NoPlacement(f"Unknown KV dtype {settings.kv_dtype!r}. Available: {known_types}")
-    requested_context = settings.context_tokens
-    context = _context(request, facts, obstacles)
+    candidates = engines(request.model, facts, obstacles, request.wanted)
+    context = _context(request, facts, candidates)
     if settings.kv_tokens is not None and settings.kv_tokens < context:
         raise NoPlacement(
             f"kv_tokens = {settings.kv_tokens} is too small for one sequence of context_tokens = "
             f"{context}. Raise kv_tokens or lower context_tokens."
         )
-    request = with_context(request, context)
-    candidates = list(_consider_all(request, facts, obstacles))
-    attempts = _attempts_of(candidates)
-    reasons = [candidate.reason for candidate in candidates if candidate.reason is not None]
-    if requested_context is not None and context < requested_context:
+    considered = _consider_all(with_context(request, context), facts, candidates)
+    attempts = [each.attempt for each in considered if each.attempt is not None]
+    # A reason may hold for several engines: it is given once.
+    reasons = list(dict.fromkeys(each.reason for each in considered if each.reason is not None))
+    if settings.context_tokens is not None and context < settings.context_tokens:
         text = (
-            f"context reduced from {requested_context} to {context} tokens, the maximum of "
-            f"{model.name}"
+            f"context reduced from {settings.context_tokens} to {context} tokens, the maximum of "
+            f"{request.model.name}"
         )
         reasons.insert(0, Reason(None, text))
     if not attempts:
-        reasons_text = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} cannot run on this machine: {reasons_text}")
+        raise runs_nowhere(request.model, reasons)
     return Placement(
-        model=model.name,
-        policy=request.policy,
+        model=request.model.name,
+        policy=request.wanted.policy,
         reasons=tuple(reasons),
         attempts=tuple(attempts),
         **msgspec.structs.asdict(attempts[0]),
     )
 
 
-def _attempts_of(candidates: Iterable[Considered]) -> list[Attempt]:
-    """Return the usable candidates."""
-    return [candidate.attempt for candidate in candidates if candidate.attempt is not None]
+def runs_nowhere(model: ModelIdentity, reasons: Iterable[Reason]) -> NoPlacement:
+    """Return the error for a model that no engine can run, with each reason once."""
+    texts = "; ".join(dict.fromkeys(reason.text for reason in reasons))
+    return NoPlacement(f"{model.name} cannot run on this machine: {texts}")
 
 
-def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
+def _context(request: PlacementRequest, facts: HardwareFacts, candidates: Sequence[Engine]) -> int:
     """Return the maximum tokens of one sequence: the requested context, up to the model's maximum.
 
     If no context is requested, it is the longest one at which KV cache and buffers take at most
     KV_SHARE of the free memory, on each engine that would be tried, but at least MIN_CONTEXT.
     """
-    model_context, requested = request.model.context, request.settings
+    model_context, requested = request.spec.context, request.settings
     if requested.context_tokens is not None:
         return min(requested.context_tokens, model_context)
     if requested.kv_tokens is not None:
@@ -206,17 +199,18 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
     # A GPU's default number of slots follows from the context, so the CPU's default is used here.
     slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
     shortest_request = with_context(request, shortest, slots=slots)
-    engines = _attempts_of(_consider_all(shortest_request, facts, obstacles, has_last_resort=False))
-    gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
+    # The last resort must not shorten the context.
+    usable = [
+        considered.engine
+        for device in DEVICES
+        for considered in _consider_device(device, shortest_request, facts, candidates)
+        if considered.attempt is not None
+    ]
 
     def fits(context: int) -> bool:
         """Return whether this context fits on every engine."""
-        for engine in engines:
-            engine_request = msgspec.structs.replace(
-                with_context(request, context, slots=slots), weight_format=engine.weight_format
-            )
-            gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
-            attempt = predict(engine_request, facts, engine.backend, gpu)
+        for engine in usable:
+            attempt = predict(with_context(request, context, slots=slots), facts, engine)
             if attempt.free_bytes is None:
                 continue
             # With the context.
@@ -252,153 +246,80 @@ def with_context(
     return msgspec.structs.replace(request, settings=settings)
 
 
+def with_engine(request: PlacementRequest, backend: str, weight_format: str) -> PlacementRequest:
+    """Return the request with this backend and format. `weight_format` "": it is not known."""
+    formats = (weight_format,) if weight_format else ()
+    wanted = msgspec.structs.replace(request.wanted, backends=(backend,), formats=formats)
+    return msgspec.structs.replace(request, wanted=wanted)
+
+
 def _consider_all(
-    request: PlacementRequest,
-    facts: HardwareFacts,
-    obstacles: Obstacles,
-    *,
-    has_last_resort: bool = True,
-) -> Iterator[Considered]:
-    """Yield the candidates of every device that the policy allows, in the order in which they are
-    tried.
+    request: PlacementRequest, facts: HardwareFacts, candidates: Sequence[Engine]
+) -> list[Considered]:
+    """Return the candidates of both devices in the order in which they are tried.
 
-    `has_last_resort`: after the best engine of the CPU, yield the GPU's backend on the CPU too.
+    After the best engine of the CPU comes the last resort: the GPU's backend on the CPU, whose
+    files exist already.
     """
-    gpu_candidates: list[Considered] = []
-    if request.policy is Policy.cpu_only:
-        yield Considered(None, Reason(Cause.forced, "the policy cpu-only excludes GPUs"))
-    else:
-        gpu_candidates = list(_consider_gpu(request, facts, obstacles))
-        yield from gpu_candidates
-    if request.policy is Policy.gpu_only:
-        yield Considered(None, Reason(Cause.forced, "the policy gpu-only excludes the CPU"))
-    else:
-        gpu_attempts = _attempts_of(gpu_candidates)
-        gpu_attempt = gpu_attempts[-1] if gpu_attempts and has_last_resort else None
-        yield from _consider_cpu(request, facts, obstacles, gpu_attempt)
+    on_gpu, on_cpu = (
+        list(_consider_device(device, request, facts, candidates)) for device in DEVICES
+    )
+    considered = on_gpu + on_cpu
+    if on_gpu and on_cpu and on_gpu[-1].attempt is not None and on_cpu[-1].attempt is not None:
+        gpu = on_gpu[-1].engine
+        last_resort = gpu._replace(device="cpu")
+        runs_on_cpu = any(
+            (engine.device, engine.backend, engine.why_not) == ("cpu", gpu.backend, None)
+            for engine in candidates
+        )
+        if runs_on_cpu and on_cpu[-1].engine.backend != gpu.backend:
+            candidate = consider(request, facts, last_resort)
+            if candidate.attempt is not None and candidate.reason is None:  # it fits
+                considered.append(candidate)
+    return considered
 
 
-def _consider_gpu(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
+def _consider_device(
+    device: Device, request: PlacementRequest, facts: HardwareFacts, candidates: Sequence[Engine]
 ) -> Iterator[Considered]:
-    """Yield the reasons against each backend that cannot use the GPU, then the attempt with the
-    first one that can and fits. Of several GPUs, the one with the most free memory is used."""
-    if not facts.gpus:
-        cause = Cause(facts.gpu_cause or Cause.no_device)
-        yield Considered(None, Reason(cause, facts.gpu_note or "no GPU found"))
-        return
-    backends: tuple[str, ...] = DEFAULTS["gpu"]
-    if request.backend or request.weight_format:
-        backends = (request.backend or default_backend("gpu", request.weight_format),)
-    gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
-    for backend in backends:
-        obstacle = _obstacle_on_gpu(backend, facts.gpus[0], obstacles)
-        if obstacle is not None:
-            yield Considered(None, obstacle)
+    """Yield the engines of a device up to the first one that can run and fits in memory."""
+    is_memory_short = False
+    for engine in candidates:
+        if engine.device != device:
             continue
-        candidate = consider(request, facts, backend, gpu)
-        yield candidate
+        candidate = consider(request, facts, engine)
+        is_short = candidate.reason is not None and (
+            candidate.reason.cause is Cause.insufficient_memory
+        )
+        # Only the first shortage is reported, since the engines after it need even more memory by
+        # their default formats.
+        if candidate.attempt is not None or not (is_short and is_memory_short):
+            yield candidate
         if candidate.attempt is not None:
             return
+        is_memory_short = is_memory_short or is_short
 
 
-def _obstacle_on_gpu(backend: str, gpu: GpuFacts, obstacles: Obstacles) -> Reason | None:
-    """Return why the backend cannot use the GPU; None: it can."""
-    if "gpu" not in spec_of(backend).devices:
-        gpu_backends = ", ".join(
-            sorted(name for name, spec in BACKENDS.items() if "gpu" in spec.devices)
-        )
-        text = f"backend {backend!r} does not run on GPUs; backends that do: {gpu_backends}"
-        return Reason(Cause.backend_missing, text)
-    if backend in obstacles.missing:
-        why = obstacles.missing[backend]
-        text = f"{gpu.name} was found, but backend {backend!r} cannot run: {why}"
-        return Reason(Cause.backend_missing, text)
-    if backend in obstacles.gpu:
-        cause, why = obstacles.gpu[backend]
-        return Reason(cause, f"{gpu.name} was found, but {backend} cannot use it: {why}")
-    return None
-
-
-def _consider_cpu(
-    request: PlacementRequest,
-    facts: HardwareFacts,
-    obstacles: Obstacles,
-    gpu_attempt: Attempt | None,
-) -> Iterator[Considered]:
-    """Yield the reasons against each CPU backend that cannot run or does not fit, then the attempt
-    with the first one that does. After it comes the last resort: the backend of `gpu_attempt` on
-    the CPU, whose files exist already."""
-    backends = iter(_cpu_backends(request))
-    is_memory_short = False
-    for backend, weight_format in backends:
-        if backend in obstacles.missing:
-            yield Considered(None, _missing_on_cpu(backend, obstacles))
-            continue
-        backend_request = msgspec.structs.replace(request, weight_format=weight_format)
-        candidate = consider(backend_request, facts, backend, None)
-        if candidate.attempt is not None:
-            yield candidate
-            break
-        # Only the first shortage is reported, since the backends after it need even more memory by
-        # their default formats.
-        if not is_memory_short:
-            yield candidate
-        if candidate.reason is not None and candidate.reason.cause is Cause.insufficient_memory:
-            is_memory_short = True
-    if gpu_attempt is None:
-        return
-    for backend, _ in backends:  # those after the chosen one
-        if backend != gpu_attempt.backend:
-            continue
-        if backend in obstacles.missing:
-            yield Considered(None, _missing_on_cpu(backend, obstacles))
-            continue
-        weight_format = gpu_attempt.weight_format
-        backend_request = msgspec.structs.replace(request, weight_format=weight_format)
-        candidate = consider(backend_request, facts, backend, None)
-        if candidate.attempt is not None and candidate.reason is None:  # it fits
-            yield candidate
-
-
-def _missing_on_cpu(backend: str, obstacles: Obstacles) -> Reason:
-    text = f"backend {backend!r} cannot run: {obstacles.missing[backend]}"
-    return Reason(Cause.backend_missing, text)
-
-
-def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:
-    """Return the (backend, weight format) pairs to try on the CPU, best first. A format of None is
-    the backend's default."""
-    if request.backend:
-        return [(request.backend, request.weight_format)]
-    if request.cpu_backends:
-        return request.cpu_backends
-    if request.weight_format:
-        backends = backends_with("cpu", request.weight_format)
-        return backends or [(default_backend("cpu"), request.weight_format)]
-    return [(name, None) for name in DEFAULTS["cpu"]]
-
-
-def consider(
-    request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
-) -> Considered:
-    """Return the candidate that runs the model with this backend on this GPU (None: on the CPU).
+def consider(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> Considered:
+    """Return what becomes of an engine: why it cannot run, or its predicted memory.
 
     If it does not fit in memory, it has a reason, and an attempt only if `check_memory` is off. The
-    context must be set. Raises NoPlacement if the backend does not have the weight format.
+    context must be set.
     """
-    attempt = predict(request, facts, backend, gpu)
-    where = f"on the {attempt.device.upper()}"
+    if engine.why_not is not None:
+        return Considered(engine, None, engine.why_not)
+    attempt = predict(request, facts, engine)
+    backend, where = engine.backend, f"on the {engine.device.upper()}"
     requested_dtype, settings = request.settings.kv_dtype, attempt.settings
     if requested_dtype not in (None, AUTO, settings.kv_dtype):
         text = f"{backend} {where} stores its KV cache in {settings.kv_dtype}"
         reason = Reason(Cause.forced, f"{text}, not in {requested_dtype} as requested")
-        return Considered(None, reason)
+        return Considered(engine, None, reason)
     if settings.step_tokens < settings.slots:
         text = f"step_tokens = {settings.step_tokens} is too small for one token from each of"
-        return Considered(None, Reason(Cause.forced, f"{text} {settings.slots} slots"))
+        return Considered(engine, None, Reason(Cause.forced, f"{text} {settings.slots} slots"))
     if attempt.fits:
-        return Considered(attempt, None)
+        return Considered(engine, attempt, None)
     free_bytes = attempt.free_bytes or 0
     slots_bytes = attempt.memory.kv_bytes + attempt.memory.state_bytes
     other_bytes = attempt.need_bytes - slots_bytes
@@ -411,27 +332,24 @@ def consider(
         f"{request.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
         f"{where} ({parts}), {size(free_bytes)} may be used; {advice}"
     )
-    cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
-    return Considered(None if request.check_memory else attempt, Reason(cause, text))
+    is_on_cpu = engine.device == "cpu"
+    cause = Cause.insufficient_memory if is_on_cpu else Cause.insufficient_vram
+    return Considered(engine, None if request.check_memory else attempt, Reason(cause, text))
 
 
-def predict(
-    request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
-) -> Attempt:
-    """Return the attempt with this backend on this GPU (None: on the CPU), with its predicted
-    memory. The context must be set.
+def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> Attempt:
+    """Return the attempt with an engine, with its predicted memory. The context must be set. Of
+    several GPUs, the one with the most free memory is used.
 
     If the number of slots is not set, a GPU gets as many as fit beside the weights and buffers, at
     most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default.
-
-    Raises NoPlacement if the backend does not have the weight format.
     """
-    spec, model, requested = spec_of(backend), request.model, request.settings
-    device = "cpu" if gpu is None else "gpu"
-    try:
-        weight_format = format_of(backend, request.weight_format)
-    except Unsupported as problem:
-        raise NoPlacement(str(problem)) from problem
+    backend, device = engine.backend, engine.device
+    spec, model, requested = spec_of(backend), request.spec, request.settings
+    gpu = None
+    if device == "gpu":
+        gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
+    weight_format = format_of(backend, engine.weight_format)
     kv_dtype = spec.kv_dtype(requested.kv_dtype or AUTO, weight_format, device, facts.isa)
     file_bytes = request.weight_bytes
     if file_bytes is None and spec.has_weights:
@@ -525,30 +443,6 @@ def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> En
         kv_bytes=interpolate(shorter.kv_bytes, longer.kv_bytes),
         buffer_bytes=interpolate(shorter.buffer_bytes, longer.buffer_bytes),
     )
-
-
-def default_backend(device: str, weight_format: str | None = None) -> str:
-    """Return the device's default backend: the first one that has the weight format, or the first
-    of all if no format is given or none has it."""
-    backends = backends_with(device, weight_format) if weight_format else []
-    return backends[0][0] if backends else DEFAULTS[device][0]
-
-
-def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
-    """Return the backends of a device that have a weight format, in the order of preference, as
-    (backend, format in the backend's spelling).
-
-    If a backend has the format in this spelling, those that spell it otherwise are left out: BF16
-    is a GGUF format, and bf16 one of torch. Otherwise upper and lower case do not matter.
-    """
-    matches: list[tuple[str, str]] = []
-    for name in dict.fromkeys([*DEFAULTS[device], *BACKENDS]):  # each backend once
-        if device in BACKENDS[name].devices:
-            for own_format in BACKENDS[name].formats:
-                if own_format.lower() == weight_format.lower():
-                    matches.append((name, own_format))
-    exact_matches = [match for match in matches if match[1] == weight_format]
-    return exact_matches or matches
 
 
 def narrowed(

@@ -15,11 +15,11 @@ import msgspec
 from crossover.models.machine_limits import available_bytes
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, Unavailable
+from crossover.serving.placement.engines import Reason
 from crossover.serving.placement.placement_policy import (
     USABLE_SHARE,
     NoPlacement,
     Placement,
-    Reason,
     narrowed,
 )
 from crossover.serving.registry.eviction import bytes_by_place, bytes_free, choose_eviction

@@ -16,8 +16,7 @@ import msgspec
 
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
-from crossover.models.identity.model_ladder import find_ladder_model
-from crossover.models.identity.resolve_model import ResolvedModel, resolve
+from crossover.models.identity.resolve_model import ResolvedModel, find_files, resolve
 from crossover.models.machine_limits import cgroup_cores
 from crossover.models.text.tokenizer import try_tokenizer
 from crossover.models.weights.weights_manifest import Progress, read_manifest
@@ -25,7 +24,6 @@ from crossover.serving.backends.backend_interface import EngineConfig, EngineMem
 from crossover.serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
-    backend_for,
     missing_backends,
     probe_backend,
     spec_of,
@@ -38,22 +36,18 @@ from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from crossover.serving.hardware.gpus import GpuFacts, render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from crossover.serving.placement.fastest_backend import (
-    EngineChoice,
-    EngineQuestion,
-    fastest_backend,
-    rank,
-)
+from crossover.serving.placement.engines import Engine, Obstacles, Reason, Wanted, engines
+from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend, rank
 from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
-    Obstacles,
     Placement,
     PlacementRequest,
-    Reason,
     narrowed,
     plan,
+    runs_nowhere,
     with_context,
+    with_engine,
 )
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -158,13 +152,22 @@ class Machine:
             quota=cgroup_cores(),
         )
 
-    def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
-        """Return the backends that cannot run or cannot use the GPU. Those that the request may put
-        on the GPU are probed, in subprocesses."""
-        names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
-        if request.policy is Policy.cpu_only:
-            names = ()
-        return Obstacles(missing_backends(), self.gpu_troubles(names, facts))
+    def obstacles(self, wanted: Wanted, facts: HardwareFacts) -> Obstacles:
+        """Return the backends that cannot run or cannot use the GPU. Those that may run on the GPU
+        are probed, in subprocesses."""
+        missing = missing_backends()
+        to_probe = [
+            name
+            for name in wanted.backends or DEFAULTS["gpu"]
+            if name not in missing and "gpu" in spec_of(name).devices
+        ]
+        if wanted.policy is Policy.cpu_only:
+            to_probe = []
+        return Obstacles(missing, self.gpu_troubles(to_probe, facts))
+
+    def engines(self, model: ModelIdentity, facts: HardwareFacts, wanted: Wanted) -> list[Engine]:
+        """Return the engines for a model on this machine."""
+        return engines(model, facts, self.obstacles(wanted, facts), wanted)
 
     def gpu_troubles(
         self, names: Iterable[str], facts: HardwareFacts
@@ -185,17 +188,19 @@ class Machine:
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
         """Return where a model runs on this machine. Raises NoPlacement."""
-        return plan(request, facts, self.obstacles(request, facts))
+        return plan(request, facts, self.obstacles(request.wanted, facts))
 
-    def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
+    def files_of(
+        self, model: ModelIdentity, backend: str, weight_format: str | None
+    ) -> ResolvedModel:
         """Return a model's files for a backend, after making or fetching them if needed.
 
         `weight_format`: None: the one that the model's files have, or else the backend's default.
         Raises ModelError.
         """
         kind, file_format = weights_of(backend, weight_format)
-        return resolve(
-            source,
+        return find_files(
+            model,
             kind=kind,
             weight_format=file_format if weight_format and file_format else None,
             cache=self.cache,
@@ -209,31 +214,29 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     Raises ModelError if the model is not available, NoPlacement if it cannot run here, and
     ServingError for impossible options.
     """
-    request = find_model(model, machine)
     facts = facts or machine.facts()
+    request = find_model(model, machine, facts)
     split = machine.split(model.cores, model.threads)
     placement = machine.place(request, facts)
-    if placement.device == "gpu":
-        request = with_measured_fallbacks(model, request, split, machine, facts)
+    placed_request = with_context(request, placement.settings.context_tokens)
+    question = engine_question(model, placed_request, split, machine)
+    if question is not None and placement.device == "gpu":
+        request = with_measured_fallbacks(request, question, machine, facts)
         placement = machine.place(request, facts)
     request = with_context(request, placement.settings.context_tokens)
-    choice = None
-    if placement.device == "cpu":
-        choice = choose_engine(model, request, split, machine, facts)
-    if choice is not None:
-        request = msgspec.structs.replace(
-            request, backend=choice.backend, weight_format=choice.weight_format
-        )
+    if question is not None and placement.device == "cpu":
+        choice = fastest_backend(question, facts, machine.say, machine.progress)
+        request = with_engine(request, choice.backend, choice.weight_format)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
         if choice.threads is not None:
             split = machine.split(model.cores, choice.threads)
     backends = [attempt.backend for attempt in placement.attempts]
     options = options_by_backend(model.options, backends)  # checked before weights are made
-    files, placement = files_of_engines(model, placement, machine)
+    files, placement = files_of_engines(request.model, placement, machine)
     for backend, resolved in files.items():
         if not resolved.path:  # an engine without weights learns the vocabulary from its options
-            options[backend].setdefault("vocabulary", request.model.vocabulary)
+            options[backend].setdefault("vocabulary", request.spec.vocabulary)
     prepared = Prepared(
         name=model.name or request.model.name,
         model=model,
@@ -258,7 +261,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
 
 
 def files_of_engines(
-    model: ModelOptions, placement: Placement, machine: Machine
+    model: ModelIdentity, placement: Placement, machine: Machine
 ) -> tuple[dict[str, ResolvedModel], Placement]:
     """Return the files of every engine, by backend, and the placement without the engines that have
     no files: a fallback without weights must not keep the GPU from serving.
@@ -272,7 +275,7 @@ def files_of_engines(
         backend = attempt.backend
         try:
             if backend not in files:
-                files[backend] = machine.files_of(model.source, backend, attempt.weight_format)
+                files[backend] = machine.files_of(model, backend, attempt.weight_format)
         except ModelError as problem:
             if not attempts:
                 raise
@@ -284,119 +287,103 @@ def files_of_engines(
 
 
 def with_measured_fallbacks(
-    model: ModelOptions,
-    request: PlacementRequest,
-    split: CoreSplit,
-    machine: Machine,
-    facts: HardwareFacts,
+    request: PlacementRequest, question: EngineQuestion, machine: Machine, facts: HardwareFacts
 ) -> PlacementRequest:
     """Return the request with the backends to fall back to on the CPU, best first.
 
     Those whose step times were saved come first, by capacity. Nothing is measured here, since the
     GPU will serve.
     """
-    question = engine_question(model, request, split, machine)
-    if question is None or model.weight_format:
+    if request.wanted.formats:
         return request
     saved_only = msgspec.structs.replace(question, may_measure=False, are_threads_open=False)
     try:
         choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons
         return request
-    ranking: list[tuple[str, str | None]] = []  # (backend, weight format; None: its default)
-    measured_backends: set[str] = set()
-    for candidate in rank(choice.candidates, request.model):
-        if candidate.rate:
-            ranking.append((candidate.backend, candidate.weight_format))
-            measured_backends.add(candidate.backend)
-    ranking += [(name, None) for name in DEFAULTS["cpu"] if name not in measured_backends]
-    return msgspec.structs.replace(request, cpu_backends=tuple(ranking))
+    ranking = rank(choice.candidates, request.spec)
+    measured = tuple(candidate.backend for candidate in ranking if candidate.rate)
+    wanted = msgspec.structs.replace(request.wanted, cpu_order=measured)
+    return msgspec.structs.replace(request, wanted=wanted)
 
 
-def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
-    """Return the request for placement: the model's shape and size and, unless it is a ladder
-    model, its backend and weight format. Placement chooses these for a ladder model."""
-    backend, weight_format, size_bytes = model.backend, model.weight_format, None
-    memory_by_context: dict[int, EngineMemory] = {}
-    published = find_ladder_model(model.source)
-    if published is not None:
-        # Its files are made later, once placement has decided that it fits in memory.
-        spec = published.spec
-        if published.shape is not None:
-            backend = backend or backend_for("gguf")
-            weight_format = weight_format or published.shape.formats[0]
-    else:
-        if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
-            backend = model.source
-        if backend is None:
-            has_gpu = model.policy is not Policy.cpu_only and bool(machine.facts().gpus)
-            backend = usual_backend(identify(model.source), has_gpu)
-        files = machine.files_of(model.source, backend, weight_format)
-        spec, weight_format, path = files.spec, files.weight_format or None, Path(files.path)
-        if path.suffix == ".onnx":
-            size_bytes = weight_bytes(path)
-        elif files.file_bytes is not None:
-            size_bytes = files.file_bytes
-            if backend == "llama_cpp" and backend not in missing_backends():
-                memory_by_context = reported_memory(
-                    files.path, spec, model.scheduler, model.options, model.prefix_reuse
-                )
-    return PlacementRequest(
-        model=spec,
-        backend=backend,
-        weight_format=weight_format,
-        weight_bytes=size_bytes,
-        memory_by_context=memory_by_context,
+def find_model(model: ModelOptions, machine: Machine, facts: HardwareFacts) -> PlacementRequest:
+    """Return the request for placement: what the model is, and the user's requests.
+
+    The files of a model that has some are fetched, or converted for the first engine that can run
+    it, so that its memory is known exactly. Those of a published shape are made later, once
+    placement has chosen the engine.
+
+    Raises ModelError, and NoPlacement if no engine can run the model's files.
+    """
+    wanted = Wanted(
         policy=model.policy,
+        backends=(model.backend,) if model.backend else (),
+        formats=(model.weight_format,) if model.weight_format else (),
+    )
+    if model.source in BACKENDS and not spec_of(model.source).has_weights:
+        files = resolve(model.source, kind="none", cache=machine.cache)
+        identity = ModelIdentity(
+            name=files.name, kind="ladder", source=model.source, spec=files.spec, is_random=True
+        )
+        wanted = msgspec.structs.replace(wanted, backends=wanted.backends or (model.source,))
+    else:
+        identity = identify(model.source)
+    request = PlacementRequest(
+        model=identity,
+        wanted=wanted,
         settings=model.scheduler,
         prefix_reuse=model.prefix_reuse,
         check_memory=model.check_memory,
     )
+    return _with_files(request, model, machine, facts) if identity.has_files else request
 
 
-def usual_backend(model: ModelIdentity, has_gpu: bool) -> str:
-    """Return the default backend of a model outside the ladder; for a folder of safetensors, the
-    best one for the GPU or CPU."""
-    if model.kind == "safetensors":
-        return backend_for("hf" if has_gpu else "onnx")
-    return backend_for(model.kind)
-
-
-def choose_engine(
-    model: ModelOptions,
-    request: PlacementRequest,
-    split: CoreSplit,
-    machine: Machine,
-    facts: HardwareFacts,
-) -> EngineChoice | None:
-    """Return the best CPU engine for a ladder model; None if the user named a backend, or turned
-    the choice off."""
-    question = engine_question(model, request, split, machine)
-    if question is None:
-        return None
-    return fastest_backend(question, facts, machine.say, machine.progress)
+def _with_files(
+    request: PlacementRequest, model: ModelOptions, machine: Machine, facts: HardwareFacts
+) -> PlacementRequest:
+    """Return the request with the engine, shape and memory of the files of the first engine that
+    can run the model."""
+    found = machine.engines(request.model, facts, request.wanted)
+    engine = next((engine for engine in found if engine.why_not is None), None)
+    if engine is None:
+        reasons = [engine.why_not for engine in found if engine.why_not is not None]
+        raise runs_nowhere(request.model, reasons)
+    weight_format = engine.weight_format if model.weight_format else None
+    files = machine.files_of(request.model, engine.backend, weight_format)
+    size_bytes, path = files.file_bytes, Path(files.path)
+    memory_by_context: dict[int, EngineMemory] = {}
+    if path.suffix == ".onnx":
+        size_bytes = weight_bytes(path)
+    elif size_bytes is not None and engine.backend == "llama_cpp":
+        memory_by_context = reported_memory(
+            files.path, files.spec, model.scheduler, model.options, model.prefix_reuse
+        )
+    return msgspec.structs.replace(
+        with_engine(request, engine.backend, files.weight_format),
+        model=msgspec.structs.replace(request.model, spec=files.spec),
+        weight_bytes=size_bytes,
+        memory_by_context=memory_by_context,
+    )
 
 
 def engine_question(
     model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
 ) -> EngineQuestion | None:
-    """Return the question of which CPU engine serves this ladder model best.
+    """Return the question of which CPU engine serves this ladder model best. The context must be
+    set.
 
     None: it is not a dense model of the ladder, or the user named a backend, set options of a
     backend or turned the choice off.
     """
-    has_set_backend = model.backend is not None or bool(model.options)
-    published = find_ladder_model(model.source)
-    is_dense = published is not None and published.shape is None
-    if has_set_backend or not model.calibration or not is_dense:
+    has_set_backend = bool(request.wanted.backends or model.options)
+    if has_set_backend or not model.calibration or request.model.kind != "ladder":
         return None
     return EngineQuestion(
-        source=model.source,
         request=request,
         threads=split.threads,
         cores=split.engine,
         are_threads_open=model.threads is None,
-        formats=(model.weight_format,) if model.weight_format else (),
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,
     )

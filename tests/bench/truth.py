@@ -28,6 +28,7 @@ import numpy as np
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
 from crossover.loadtests.capacity import capacity_text
@@ -42,6 +43,7 @@ from crossover.serving.capacity.simulated_capacity import (
     lengths_of_sessions,
 )
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import Workload
 from tests.bench.paired import parser_of
@@ -263,7 +265,11 @@ def main() -> None:
         first, *later = map(read_records, folders)
         rows.append(compared(first, later))
     if asked.campaign is not None:
-        plan = read_campaign(asked.campaign)
+        machine = Machine()
+        with Progress() as progress:
+            plan = on_this_machine(
+                read_campaign(asked.campaign), machine, machine.facts(), progress
+            )
         keys = [cell.key for cell in plan.cells]
         if not any(part in key for part in asked.cells or [""] for key in keys):
             raise SystemExit(f"no cell is called {' or '.join(asked.cells)}: {', '.join(keys)}")

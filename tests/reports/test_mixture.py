@@ -19,7 +19,7 @@ from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.crossover_map import crossover_map
 from crossover.reports.sections.speeds import batch_size, batching_sentence
 from crossover.serving.capacity.step_time_model import StepTimeModel
-from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
+from tests.loadtests.campaign.simulated import Simulated, campaign, on_machine, with_experts
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
@@ -65,7 +65,7 @@ def test_models_stand_by_their_active_parameters_and_the_mixture_before_a_dense_
     tmp_path: Path,
 ) -> None:
     """The axis is speed: 30 billion parameters of which 3 are active are before 8 billion."""
-    plan = campaign(300, models='["1b", "8b"]', more='devices = ["cpu"]')
+    plan = on_machine(campaign(300, models='["1b", "8b"]', more='devices = ["cpu"]'))
     mixture = with_experts(Plan(plan.campaign, plan.cells[:1], plan.text), SPEC).cells
     world = Simulated(policy=SETTINGS)
     folder = world.run(Plan(plan.campaign, [*plan.cells[1:], *mixture], plan.text), tmp_path)

@@ -8,18 +8,14 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.models.identity.model_ladder import ladder_model
-from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
-from crossover.serving.placement.placement_policy import (
-    NoPlacement,
-    Obstacles,
-    PlacementRequest,
-    plan,
-)
+from crossover.serving.placement.engines import Obstacles
+from crossover.serving.placement.placement_policy import NoPlacement, plan
 from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.server_options import Policy
+from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30
 NO_BUILD = {"llama_cpp": (Cause.backend_missing, "this build of llama.cpp is for the CPU only")}
@@ -98,10 +94,8 @@ def placed_on(machine: MadeUpMachine) -> tuple[str, str, str] | None:
     facts = msgspec.structs.replace(
         FACTS, gpus=machine.gpus, gpu_cause=machine.cause, gpu_note=machine.cause
     )
-    request = PlacementRequest(
-        model=ladder_model("8b").spec,
-        policy=machine.policy,
-        settings=RequestedSettings(context_tokens=2048, slots=8),
+    request = placement_request(
+        ladder_model("8b").spec, policy=machine.policy, context_tokens=2048, slots=8
     )
     try:
         first = plan(request, facts, machine.obstacles).attempts[0]

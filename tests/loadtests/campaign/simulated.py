@@ -23,6 +23,7 @@ import pytest
 
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
+from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import ServerBench, judge_level
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
@@ -81,8 +82,21 @@ def campaign(
     return parse_campaign(CAMPAIGN.format(**given, search=search, more=more))
 
 
+def on_machine(
+    plan: Plan | str,
+    facts: HardwareFacts = FACTS,
+    trouble: dict[str, tuple[Cause, str]] | None = None,
+    output: StringIO | None = None,
+) -> Plan:
+    """The plan of a campaign, or of its text, with its cells on a made-up machine."""
+    plan = parse_campaign(plan) if isinstance(plan, str) else plan
+    progress = Progress(output or StringIO())
+    return on_this_machine(plan, MadeUp(facts, trouble), facts, progress)
+
+
 def with_experts(plan: Plan, spec: ModelSpec) -> Plan:
     """The plan of one cell, of a mixture of experts in place of its model."""
+    plan = on_machine(plan)
     (cell,) = plan.cells
     identity = msgspec.structs.replace(cell.model_identity, name=spec.name, kind="gguf", spec=spec)
     cell = msgspec.structs.replace(cell, model=spec.name, identity=identity)

@@ -3,11 +3,13 @@ budget."""
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from crossover.loadtests.campaign.auto_models import REFERENCE_MODEL, models_around_limit
 from crossover.loadtests.campaign.campaign_file import (
     DEMO,
     Cell,
@@ -16,32 +18,26 @@ from crossover.loadtests.campaign.campaign_file import (
     read_campaign,
 )
 from crossover.loadtests.campaign.cell_selection import (
-    REFERENCE_MODEL,
     cells_to_confirm,
     layout_of,
-    models_around_limit,
-    on_this_machine,
     question_of,
     share_budget,
     why_not,
 )
-from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
 from crossover.loadtests.campaign.server_launch import serve_command
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.records.journal_events import EngineChosen, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.hardware.machine_facts import hardware_facts
-from crossover.serving.placement.fastest_backend import (
-    BEST,
-    USUAL,
-    EngineCandidate,
+from crossover.serving.placement.engine_times import (
     EngineTimes,
     save_times,
     step_times_of_timings,
 )
-from tests.loadtests.campaign.simulated import Simulated, killed_after
-from tests.tools.made_up_machines import FACTS, MadeUp
+from crossover.serving.placement.fastest_backend import BEST, EngineCandidate
+from tests.loadtests.campaign.simulated import Simulated, killed_after, on_machine
+from tests.tools.made_up_machines import FACTS
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
@@ -49,7 +45,7 @@ ONE = 'name = "x"\nmodels = ["135m"]\n'
 
 
 def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
-    plan = parse_campaign('name = "x"\nmodels = ["135m", "8b"]\n[server]\nslots = 1')
+    plan = on_machine('name = "x"\nmodels = ["135m", "8b"]\n[server]\nslots = 1')
     small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=2 << 30)
     assert why_not(plan.cells[0], plan.campaign, small) is None
     why = why_not(plan.cells[1], plan.campaign, small)
@@ -57,7 +53,7 @@ def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
 
 
 def test_more_cores_than_there_are() -> None:
-    plan = parse_campaign(f"{ONE}server.cores = 4096")
+    plan = on_machine(f"{ONE}server.cores = 4096")
     said = "server.cores: 4096 cores are not available for the engine; this machine has 1 to"
     with pytest.raises(BadCampaign, match=said):
         layout_of(plan.cells[0], plan.campaign, (0, 1))
@@ -69,7 +65,7 @@ def test_no_two_attempts_share_a_seed_and_cells_on_servers_of_their_own_are_aske
     """Formats are compared by the same requests; two cells of one endpoint share no prompts, which
     its prefix cache would know.
     """
-    ours = parse_campaign(f'{ONE}formats = ["Q4_0", "Q8_0"]').cells
+    ours = on_machine(f'{ONE}formats = ["Q4_0", "Q8_0"]').cells
     names = [f"#{number}.{attempt}" for number in range(20) for attempt in range(5)]
     seeds = [[seed_of(1, cell, f"{cell.key}{name}") for name in names] for cell in ours]
     assert len(set(seeds[0])) == 100 and seeds[0] == seeds[1]
@@ -80,15 +76,13 @@ def test_no_two_attempts_share_a_seed_and_cells_on_servers_of_their_own_are_aske
 
 
 def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest() -> None:
-    plan = parse_campaign(
-        'name = "x"\nmodels = ["8b", "1b", "360m", "135m"]\n[search]\nconfirm = 2'
-    )
+    plan = on_machine('name = "x"\nmodels = ["8b", "1b", "360m", "135m"]\n[search]\nconfirm = 2')
     confirmed = cells_to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
     found = share_budget(plan.cells, confirmed, 480.0, plan.campaign)
     assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
     assert set(share_budget(plan.cells, confirmed, 40.0, plan.campaign).values()) == {10.0}
-    everyone = parse_campaign('name = "x"\nmodels = ["8b", "a/b"]')
+    everyone = on_machine('name = "x"\nmodels = ["8b", "a/b"]')
     assert cells_to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
 
 
@@ -148,21 +142,20 @@ def kept(tmp_path: Path) -> Path:
     for name in ("smollm2-135m", REFERENCE_MODEL):
         cell = Cell(key=name, model=name, weight_format="", backend=BEST)
         question = question_of(cell, plan_of(cache).campaign)
-        for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):
+        for backend, weight_format, speed in (("llama_cpp", "Q4_0", 1.0), ("onnx", "int8", 2.0)):
             engine = EngineCandidate(backend=backend, weight_format=weight_format)
             save_times(cache, FACTS, question.key(engine), times(speed))
     return cache
 
 
 def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
-    said = Simulated().said
-    here = MadeUp(FACTS)
-    plan = on_this_machine(plan_of(kept), here, FACTS, Progress(said))
+    said = StringIO()
+    plan = on_machine(plan_of(kept), FACTS, output=said)
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
     assert "models, chosen by the step times of llama-3.2-1b" in said.getvalue()
     assert "smollm2-135m: capacity " in said.getvalue()
-    demo = parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"])
+    demo = on_machine(parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"]))
     assert [cell.model for cell in demo.cells] == ["llama-3.2-1b", "smollm2-135m"]
     assert all(cell.is_best for cell in demo.cells)
 
@@ -201,7 +194,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     fewer = msgspec.structs.replace(cell, threads=7)
     words = serve_command(fewer, best.campaign, layout, tmp_path / "ready.json")
     assert words[words.index("--threads") + 1] == "7"
-    (limited,) = plan_of(kept, '["135m"]\nformats = ["Q4_0", "int4"]').cells
+    (limited,) = on_machine(plan_of(kept, '["135m"]\nformats = ["Q4_0", "int4"]')).cells
     assert limited.key == "smollm2-135m-best"
 
 

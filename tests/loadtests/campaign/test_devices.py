@@ -19,13 +19,11 @@ from crossover.loadtests.campaign.campaign_file import (
 from crossover.loadtests.campaign.cell_selection import (
     cells_to_confirm,
     layout_of,
-    on_this_machine,
     placement_policy_of,
     question_of,
     share_budget,
     why_not,
 )
-from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
 from crossover.loadtests.campaign.server_launch import info_of, serve_command
 from crossover.loadtests.errors import BadCampaign
@@ -40,14 +38,10 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from crossover.serving.placement.fastest_backend import (
-    BEST,
-    EngineCandidate,
-    EngineTimes,
-    save_times,
-)
-from tests.loadtests.campaign.simulated import Simulated, campaign
-from tests.tools.made_up_machines import FACTS, MadeUp
+from crossover.serving.placement.engine_times import EngineTimes, save_times
+from crossover.serving.placement.fastest_backend import BEST, EngineCandidate
+from tests.loadtests.campaign.simulated import Simulated, campaign, on_machine
+from tests.tools.made_up_machines import FACTS
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
@@ -69,9 +63,7 @@ def here(
     text: str, trouble: dict[str, tuple[Cause, str]] = NO_LLAMA, facts: HardwareFacts | None = None
 ) -> Plan:
     """The plan of a campaign on a machine with these facts, by default one with an H200."""
-    facts = facts or with_gpu()
-    said = Simulated().said
-    return on_this_machine(parse_campaign(text), MadeUp(facts, trouble), facts, Progress(said))
+    return on_machine(text, facts or with_gpu(), trouble)
 
 
 def keys(plan: Plan) -> list[str]:
@@ -125,8 +117,21 @@ def test_a_machine_without_a_gpu_measures_as_before() -> None:
     ("more", "facts", "said"),
     [
         ('devices = ["gpu"]', FACTS, "The GPU cannot be measured here: .*Use .'cpu'.$"),
-        ('devices = ["cpu", "gpu"]\nbackends = ["onnx"]', None, "on the GPU with backends = onnx"),
-        ('devices = ["gpu"]\nformats = ["Q4_0"]', None, r"formats = Q4_0. .* torch \(bf16, fp16"),
+        (
+            'devices = ["cpu", "gpu"]\nbackends = ["onnx"]',
+            None,
+            "GPU cannot be measured here with backends = onnx: backend .onnx. does not run",
+        ),
+        (
+            'devices = ["gpu"]\nformats = ["Q4_0"]',
+            None,
+            r"formats = Q4_0: .*llama_cpp cannot use it: .*Engines that can: torch \(bf16, fp16",
+        ),
+        (
+            'devices = ["cpu", "gpu"]\nformats = ["fp16"]',
+            None,
+            "The CPU cannot be measured here with formats = fp16: torch runs it there, but",
+        ),
         ('devices = ["tpu"]', None, r"devices\[0\] must be one of 'cpu', 'gpu', got 'tpu'"),
         ('devices = ["gpu", "gpu"]', None, "devices names a device twice"),
         ('server.policy = "gpu-only"', None, "server.policy is not a known key"),
@@ -146,7 +151,9 @@ def test_devices_that_are_not_here_are_refused_with_what_is(
 
 
 def test_a_refusal_names_what_each_backend_says_of_the_gpu() -> None:
-    with pytest.raises(BadCampaign, match=r"torch: this build .*; llama_cpp: this build .* CPU"):
+    with pytest.raises(
+        BadCampaign, match=r"torch cannot use it: this build .*; .*llama_cpp cannot use it: .* CPU"
+    ):
         here(f'{TWO}devices = ["gpu"]', NO_LLAMA | NO_TORCH)
     target = 'name = "x"\ndevices = ["gpu"]\n[target]\nurl = "http://127.0.0.1:1"'
     with pytest.raises(BadCampaign, match="so devices must not be set"):
@@ -265,7 +272,7 @@ def test_the_demo_measures_both_sides_within_its_eight_minutes(
 ) -> None:
     """Around the CPU's limit, the same on the GPU, and the largest that fits there."""
     free: list[int] = [10_000 * GIB]
-    where = "crossover.loadtests.campaign.cell_selection.free_disk_bytes"
+    where = "crossover.loadtests.campaign.auto_models.free_disk_bytes"
     monkeypatch.setattr(where, lambda cache: free[0])
     facts = with_gpu(facts=msgspec.structs.replace(FACTS, memory_available_bytes=60 * GIB))
     with_times(tmp_path, 4.0, facts)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from crossover.loadtests.campaign import server_launch
-from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.server_launch import CellServer, holds_gpu, serve_command
 from crossover.loadtests.errors import ServerFailed, ServerLost
 from crossover.loadtests.host.cpu_pinning import divide_cores
+from tests.loadtests.campaign.simulated import on_machine
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 ENGINE = """
@@ -52,7 +52,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ready: float = 20,
     ) -> CellServer:
         words = " ".join((command, *faults))
-        plan = parse_campaign(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
+        plan = on_machine(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
         made.append(CellServer(*plan.cells, plan.campaign, tmp_path))
         return made[-1]
 
@@ -66,7 +66,7 @@ def say(what: str, fraction: float | None) -> None:
 
 
 def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
-    plan = parse_campaign(
+    plan = on_machine(
         'name = "x"\nmodels = ["135m"]\n\n'
         "[server]\nthreads = 3\nslots = 4\nprefix_reuse = false\n"
         "[server.options]\nflash = true\nn_batch = 64"
@@ -86,7 +86,7 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The fake backend told to fail: the reason is where the server said it."""
-    plan = parse_campaign(
+    plan = on_machine(
         'name = "x"\nmodels = ["135m"]\nbackends = ["fake"]\n'
         '[server.options]\nfail_cause = "load_failed"'
     )

@@ -50,7 +50,7 @@ def test_the_law_of_a_real_server_is_in_the_file(tmp_path: Path) -> None:
 
 def test_several_models_are_one_campaign_that_confirms_nothing() -> None:
     plan = plan_of(CalibrateOptions(models=("135m", "360m", "135m")))
-    assert [cell.model for cell in plan.cells] == ["smollm2-135m", "smollm2-360m"]
+    assert plan.campaign.models == ["135m", "360m"]
     assert plan.campaign.search.confirm == 0
     with pytest.raises(LoadError, match="nonsense"):
         plan_of(CalibrateOptions(models=("135m",), backend="nonsense"))

@@ -16,7 +16,7 @@ from crossover.models.errors import BrokenWeights, ModelError, UnknownModel, Uns
 from crossover.models.identity import model_ladder
 from crossover.models.identity.identify_model import identify, name_of
 from crossover.models.identity.model_ladder import LadderModel, ladder_model
-from crossover.models.identity.resolve_model import ResolvedModel, resolve
+from crossover.models.identity.resolve_model import ResolvedModel, find_files, resolve
 from crossover.models.text.tokenizer import load_tokenizer
 from crossover.models.weights.random_weights import write_gguf, write_hf_folder
 from crossover.models.weights.weights_manifest import (
@@ -29,6 +29,7 @@ from crossover.models.weights.weights_manifest import (
     write_manifest,
 )
 from tests.shapes import TINY_LLAMA
+from tests.tools.with_settings import ladder_identity
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,25 +157,26 @@ def unwritable(folder: Path) -> Iterator[None]:
 def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiny = LadderModel(TINY_LLAMA, (), TINY_LLAMA.parameters, "")
-    monkeypatch.setitem(model_ladder._BY_NAME, "tiny", tiny)
+    published = LadderModel(TINY_LLAMA, (), TINY_LLAMA.parameters, "")
+    monkeypatch.setitem(model_ladder._BY_NAME, TINY_LLAMA.name.lower(), published)
     with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to other users
         cache, folder = Path(name) / "cache", Path(name) / "folder"
         write_hf_folder(TINY_LLAMA, folder, "fp16")
+        tiny, of_folder = ladder_identity(TINY_LLAMA), identify(str(folder))
         wanted = [
-            ("tiny", "gguf", "Q8_0"),
-            ("tiny", "hf", "bf16"),
-            ("tiny", "onnx", "int8"),
-            ("tiny", "none", None),
-            (str(folder), "onnx", "int8"),
+            (tiny, "gguf", "Q8_0"),
+            (tiny, "hf", "bf16"),
+            (tiny, "onnx", "int8"),
+            (tiny, "none", None),
+            (of_folder, "onnx", "int8"),
         ]
-        found = [resolve(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
+        found = [find_files(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
         for path in cache.rglob("*.lock"):
             path.unlink()
         with unwritable(Path(name)):
-            again = [resolve(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
+            again = [find_files(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
             with pytest.raises(ModelError, match="cannot be written to: Permission denied.*--ca"):
-                resolve("tiny", kind="gguf", weight_format="F16", cache=cache)
+                find_files(tiny, kind="gguf", weight_format="F16", cache=cache)
             loaded = load_tokenizer(found[0].tokenizer_path)
     assert again == found and loaded.vocabulary == TINY_LLAMA.vocabulary
 

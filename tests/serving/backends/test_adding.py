@@ -20,7 +20,6 @@ from crossover.serving.backends.backend_table import (
     MIB,
     BackendSpec,
     Overhead,
-    backend_for,
     format_of,
     missing_backends,
     spec_of,
@@ -126,7 +125,6 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weights_of("mine.module:Mine") == ("hf", "bf16")
     assert weights_of("mine.module:Mine", "fp32") == ("hf", "fp32")
     assert weights_of("mine.module:Mine", "int4") == ("onnx", "int4")
-    assert [backend_for(kind) for kind in ("gguf", "hf", "onnx")] == ["llama_cpp", "torch", "onnx"]
     with pytest.raises(Unsupported, match="'torch' has no weight format 'Q4_0'. Formats: bf16"):
         weights_of("torch", "Q4_0")
 

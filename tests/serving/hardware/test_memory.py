@@ -16,10 +16,10 @@ import pytest
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.convert_to_onnx import make_onnx
 from crossover.models.weights.random_weights import write_gguf, write_hf_folder
-from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.machine_facts import hardware_facts
-from crossover.serving.placement.placement_policy import PlacementRequest, predict
-from tests.tools.with_settings import engine_config
+from crossover.serving.placement.engines import Engine
+from crossover.serving.placement.placement_policy import predict
+from tests.tools.with_settings import engine_config, placement_request
 
 MEDIUM = ModelSpec(
     *("medium", "llama"),
@@ -79,10 +79,6 @@ def test_memory_is_what_placement_said(
     command = [sys.executable, "-c", FILL, msgspec.json.encode(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    asked = PlacementRequest(
-        model=MEDIUM,
-        weight_format=weight_format,
-        settings=RequestedSettings(slots=SLOTS, context_tokens=CONTEXT),
-    )
-    said = predict(asked, hardware_facts(), backend, None)
+    request = placement_request(MEDIUM, slots=SLOTS, context_tokens=CONTEXT)
+    said = predict(request, hardware_facts(), Engine(backend, weight_format, "cpu"))
     assert said.need_bytes == pytest.approx(int(done.stdout.split()[-1]), rel=0.4)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
@@ -19,17 +20,20 @@ from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement import fastest_backend as fastest_backend_module
-from crossover.serving.placement.fastest_backend import (
-    EngineCandidate,
-    EngineChoice,
-    EngineQuestion,
+from crossover.serving.placement.engine_times import (
     EngineTimes,
-    fastest_backend,
     measure,
     measured_times,
     read_table,
     save_times,
     table_path,
+)
+from crossover.serving.placement.engines import Wanted
+from crossover.serving.placement.fastest_backend import (
+    EngineCandidate,
+    EngineChoice,
+    EngineQuestion,
+    fastest_backend,
 )
 from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest
 from crossover.serving.sampling.step_inputs import Row, Sampled
@@ -55,14 +59,20 @@ def times(seconds: float) -> EngineTimes:
     )
 
 
-def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> EngineQuestion:
+def asked(
+    cache: Path,
+    model: str = "135m",
+    kv_dtype: str = "auto",
+    formats: tuple[str, ...] = (),
+    **more: Any,
+) -> EngineQuestion:
     request = PlacementRequest(
-        model=ladder_model(model).spec,
+        model=identify(model),
+        wanted=Wanted(formats=formats),
         settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
     )
     settings: dict[str, Any] = {"may_measure": False, "workload": WORK, **more}
     return EngineQuestion(
-        source=model,
         request=request,
         threads=1,
         cores=(0,),
@@ -210,9 +220,9 @@ def test_times_that_others_disturbed_serve_once_and_are_measured_again(
     assert chosen(cache).backend == "llama_cpp", "nothing may be measured: they are all there is"
     module = "crossover.serving.placement.fastest_backend"
     monkeypatch.setattr(
-        f"{module}.resolve",
-        lambda source, **more: SimpleNamespace(
-            path="", name=source, weight_format="", tokenizer_path=""
+        f"{module}.find_files",
+        lambda model, **more: SimpleNamespace(
+            path="", name=model.name, weight_format="", tokenizer_path=""
         ),
     )
     monkeypatch.setattr(f"{module}.measured_times", lambda config, spec: times(0.01))
@@ -249,7 +259,8 @@ def test_a_mixture_is_judged_by_its_active_parameters_and_what_a_step_reads(cach
     keep_times(cache, "int8", times(0.1), "onnx", "1b")
     spec, small = ladder_model("qwen3-30b-a3b").spec, ladder_model("1b").spec
     question = asked(cache, "1b", may_measure=True)
-    request = msgspec.structs.replace(question.request, model=spec)
+    mixture = msgspec.structs.replace(question.request.model, name=spec.name, spec=spec)
+    request = msgspec.structs.replace(question.request, model=mixture)
     question = msgspec.structs.replace(question, request=request)
     found = fastest_backend(question, FACTS, print, lambda what, fraction: None)
     scaled = found.candidates[0].times
@@ -273,7 +284,9 @@ def test_the_formats_asked_for_limit_the_engines(cache: Path) -> None:
     choice = chosen(cache, formats=("q4_0",))
     assert [one.name for one in choice.candidates] == ["llama_cpp Q4_0"]
     assert chosen(cache, formats=("Q4_0", "int4")).weight_format == "int4"
-    with pytest.raises(NoPlacement, match="no CPU engine has the format Q9"):
+    with pytest.raises(
+        NoPlacement, match="which no engine can run in Q9 on the CPU. Engines that can: "
+    ):
         chosen(cache, formats=("Q9",))
 
 
@@ -336,7 +349,7 @@ def test_a_slow_engine_is_measured_in_little_time_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = Scripted(16, step_tokens=32)
-    monkeypatch.setattr("crossover.serving.placement.fastest_backend.PART_SECONDS", 0.01)
+    monkeypatch.setattr("crossover.serving.placement.engine_times.PART_SECONDS", 0.01)
     measure(backend, lambda: backend.now)  # type: ignore[arg-type]
     assert backend.longest == 16 and max(backend.held[1:]) < 64
 

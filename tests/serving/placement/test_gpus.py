@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from crossover.models.errors import BrokenWeights
+from crossover.models.identity.identify_model import ModelIdentity, identify
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.identity.resolve_model import ResolvedModel
 from crossover.serving.backends.backend_interface import EngineConfig
@@ -21,9 +22,10 @@ from crossover.serving.backends.backend_table import BACKENDS, BackendSpec
 from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE
 from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.gpus import GpuFacts
-from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, save_times
+from crossover.serving.placement.engine_times import EngineTimes, save_times
+from crossover.serving.placement.engines import Obstacles
+from crossover.serving.placement.fastest_backend import EngineCandidate
 from crossover.serving.placement.placement_policy import (
-    Obstacles,
     Placement,
     explain,
     narrowed,
@@ -138,14 +140,16 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
 
 def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) -> None:
     class Offline(MadeUp):
-        def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
+        def files_of(
+            self, model: ModelIdentity, backend: str, weight_format: str | None
+        ) -> ResolvedModel:
             if backend == "llama_cpp":
                 raise BrokenWeights("the disk is full")
             return ResolvedModel("m", ONE, str(tmp_path), "bf16", str(tmp_path), True)
 
     here = Offline(with_gpu(memory_available_bytes=64 * GIB))
     found = here.place(placement_request(model=ONE, context_tokens=2048), here.facts())
-    files, placement = files_of_engines(ModelOptions(source="1b"), found, here)
+    files, placement = files_of_engines(identify("1b"), found, here)
     assert [(one.device, one.backend) for one in placement.attempts] == [
         *(("gpu", "torch"), ("cpu", "torch"))
     ]
@@ -157,7 +161,7 @@ def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) ->
     )
     broken = narrowed(found, found.attempts[1:], None)
     with pytest.raises(BrokenWeights):
-        files_of_engines(ModelOptions(source="1b"), broken, here)
+        files_of_engines(identify("1b"), broken, here)
 
 
 @pytest.mark.parametrize(("is_timed", "expected"), [(False, "llama_cpp"), (True, "onnx")])
@@ -180,7 +184,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
         )
         if is_timed:
             save_times(here.cache, here.facts(), asked.key(engine), times)
-    request = with_measured_fallbacks(model, request, split, here, here.facts())
+    request = with_measured_fallbacks(request, asked, here, here.facts())
     assert here.place(request, here.facts()).attempts[1].backend == expected
 
 

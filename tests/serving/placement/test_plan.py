@@ -12,12 +12,11 @@ from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.errors import Cause, Unsupported
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.engines import Obstacles
 from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
-    Obstacles,
     Placement,
-    default_backend,
     explain,
     plan,
 )
@@ -27,7 +26,7 @@ from tests.tools.with_settings import placement_request
 GIB = 1 << 30
 SMALL = ladder_model("135m").spec
 EIGHT = ladder_model("8b").spec
-TIMED = (("onnx", "int8"), ("llama_cpp", None), ("torch", None))  # onnx is the quicker one
+TIMED = ("onnx", "llama_cpp")  # onnx is the quicker one
 
 
 def machine(memory_gib: float = 32, **changes: Any) -> HardwareFacts:
@@ -109,8 +108,7 @@ def test_the_gpu_falls_back_to_the_best_engine_of_the_cpu_that_is_installed(
     """
     facts = with_gpu(memory_available_bytes=64 * GIB)
     told = dict.fromkeys(missing, "its package is not installed (pip install it)")
-    asked: dict[str, Any] = {"cpu_backends": order} if order else {}
-    placement = planned(EIGHT, facts, missing=told, **asked)
+    placement = planned(EIGHT, facts, missing=told, cpu_order=order)
     later = [(one.backend, one.weight_format) for one in placement.attempts[1:]]
     assert later == expected
     text = "\n".join(explain(placement))
@@ -281,26 +279,39 @@ def test_impossible_sizes_are_refused_by_name(sizes: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(
-    ("device", "weight_format", "backend"),
+    ("facts", "weight_format", "expected"),
     [
-        ("cpu", None, "llama_cpp"),
-        ("gpu", None, "torch"),
-        ("cpu", "int8", "onnx"),
-        ("cpu", "bf16", "torch"),
-        ("cpu", "BF16", "llama_cpp"),
-        ("gpu", "Q4_K_M", "llama_cpp"),
-        ("cpu", "what", "llama_cpp"),
+        (machine(), None, ("cpu", "llama_cpp")),
+        (with_gpu(), None, ("gpu", "torch")),
+        (machine(), "int8", ("cpu", "onnx")),
+        (machine(), "bf16", ("cpu", "torch")),
+        (machine(), "BF16", ("cpu", "llama_cpp")),
+        (with_gpu(), "Q4_K_M", ("gpu", "llama_cpp")),
+        (with_gpu(), "int8", ("cpu", "onnx")),
     ],
 )
 def test_the_format_decides_the_backend_where_the_user_names_none(
-    device: str, weight_format: str | None, backend: str
+    facts: HardwareFacts, weight_format: str | None, expected: tuple[str, str]
 ) -> None:
-    assert default_backend(device, weight_format) == backend
+    placement = planned(SMALL, facts, weight_format=weight_format)
+    assert (placement.device, placement.backend) == expected
+
+
+def test_a_format_that_the_gpus_engines_lack_is_the_reason_why_the_cpu_serves() -> None:
+    placement = planned(SMALL, with_gpu(), weight_format="int8")
+    (reason,) = placement.reasons
+    assert reason.cause is Cause.unsupported
+    assert (
+        "which no engine can run in int8 on the GPU. Engines that can: llama_cpp (" in reason.text
+    )
 
 
 def test_formats_are_spelt_as_the_backend_spells_them() -> None:
     assert planned(SMALL, machine(), weight_format="q4_k_m").weight_format == "Q4_K_M"
-    with pytest.raises(NoPlacement, match="'torch' has no weight format 'Q4_0'. Formats: bf16"):
+    with pytest.raises(
+        NoPlacement,
+        match="torch cannot run in Q4_0 on the CPU. Engines that can: .*torch .bf16, fp16",
+    ):
         planned(SMALL, machine(), backend="torch", weight_format="Q4_0")
 
 

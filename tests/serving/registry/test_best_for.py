@@ -8,18 +8,21 @@ import msgspec
 import pytest
 
 from crossover.models.identity.model_ladder import ladder_model
+from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.engine_times import EngineTimes, save_times
 from crossover.serving.placement.fastest_backend import (
     EngineCandidate,
     EngineQuestion,
-    EngineTimes,
-    save_times,
+    fastest_backend,
 )
-from crossover.serving.placement.placement_policy import PlacementRequest
-from crossover.serving.registry.prepare_model import Machine, choose_engine, find_model
+from crossover.serving.placement.placement_policy import with_context
+from crossover.serving.registry.prepare_model import Machine, engine_question, find_model
 from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
+from tests.tools.made_up_machines import MadeUp
+from tests.tools.with_settings import placement_request
 
 SPEC = ladder_model("135m").spec
 
@@ -27,12 +30,7 @@ SPEC = ladder_model("135m").spec
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """Where onnx is twice as quick with one thread. No weights are made yet."""
-    question = EngineQuestion(
-        source="135m",
-        request=PlacementRequest(model=SPEC),
-        threads=1,
-        cores=(0,),
-    )
+    question = EngineQuestion(request=placement_request(SPEC), threads=1, cores=(0,))
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         times = EngineTimes(
             slots=16,
@@ -61,8 +59,10 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
     machine: Machine, options: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     model = ModelOptions(source="135m", threads=1, **options)
-    request = find_model(model, machine)
-    choice = choose_engine(model, request, machine.split("", 1), machine, machine.facts())
+    facts = machine.facts()
+    request = with_context(find_model(model, machine, facts), 2048)
+    question = engine_question(model, request, machine.split("", 1), machine)
+    choice = question and fastest_backend(question, facts, machine.say, machine.progress)
     assert (choice and (choice.backend, choice.weight_format)) == expected
 
 
@@ -80,7 +80,13 @@ def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     model = ModelOptions(source="org/name")
     gpu = msgspec.structs.replace(hardware_facts(), gpus=(GpuFacts("a GPU", "nvidia", 1, 1),))
-    for facts, expected in ((hardware_facts(), ("onnx", "int8")), (gpu, ("torch", "fp32"))):
-        monkeypatch.setattr(machine, "facts", lambda facts=facts: facts)
-        found = find_model(model, machine)
-        assert (found.backend, found.weight_format, found.model.name) == (*expected, "org/name")
+    no_build = {"torch": (Cause.backend_missing, "this build of torch is for the CPU only")}
+    for facts, trouble, expected in (
+        (hardware_facts(), {}, ("onnx", "int8")),
+        (gpu, {}, ("torch", "fp32")),
+        (gpu, no_build, ("onnx", "int8")),
+    ):
+        here = MadeUp(facts, trouble)
+        here.cache = machine.cache
+        wanted = find_model(model, here, facts).wanted
+        assert (wanted.backends, wanted.formats) == (expected[:1], expected[1:])

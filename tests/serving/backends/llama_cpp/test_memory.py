@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from crossover.models.gguf.reader import read_header
+from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import PUBLISHED, ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.backend_interface import EngineMemory
@@ -16,6 +17,7 @@ from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_b
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.engines import Engine
 from crossover.serving.placement.placement_policy import PlacementRequest, predict
 from tests.gguf_shapes import SHAPES, write_dense, write_shape
 
@@ -82,15 +84,14 @@ def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
         header = read_header(file)
         settings = RequestedSettings(slots=16, context_tokens=4096)
         request = PlacementRequest(
-            model=header.spec(name),
+            model=identify(str(file)),
             settings=settings,
             weight_bytes=header.file_bytes,
             memory_by_context=reported_memory(str(file), header.spec(name), settings),
         )
-        spec = ladder_model(name).spec
-        listed = msgspec.structs.replace(request, model=spec, memory_by_context={})
-        facts = hardware_facts()
-        of_file, of_shape = (predict(one, facts, "llama_cpp", None) for one in (request, listed))
+        listed = msgspec.structs.replace(request, model=identify(name), memory_by_context={})
+        facts, engine = hardware_facts(), Engine("llama_cpp", header.weight_format, "cpu")
+        of_file, of_shape = (predict(one, facts, engine) for one in (request, listed))
         assert of_file.memory.state_bytes == pytest.approx(of_shape.memory.state_bytes, rel=0.001)
         assert of_file.memory.kv_bytes == pytest.approx(of_shape.memory.kv_bytes, rel=0.001)
         assert of_file.need_bytes == pytest.approx(of_shape.need_bytes, rel=0.01)
