@@ -52,24 +52,49 @@ OF_THE_SAME_RUNS = (
 )
 
 
-# What begins first, so that the workers end together.
+# Files whose tests share no fixture, and mostly wait: each test may run in any worker.
+SINGLY = (
+    "tests/end_to_end/test_campaign.py",
+    "tests/serving/supervisor/test_overload.py",
+)
+
+
+# What begins first, so that the workers end together: what computes for long, then what waits for
+# long beside it.
 LONGEST = (
     "heavy",
-    "tests/end_to_end/test_campaign.py",
-    "tests/end_to_end/test_real_model.py",
     "reports",
+    "tests/end_to_end/test_real_model.py",
+    "tests/end_to_end/test_own_model.py",
+    "tests/end_to_end/test_campaign.py",
+    "tests/serving/supervisor/test_overload.py",
+    "tests/serving/supervisor/test_standby.py",
+    "tests/serving/cli/test_serve.py",
+    "tests/loadtests/campaign/test_server_launch.py",
+    "tests/loadtests/load_generator/test_locust_process.py",
+    "tests/loadtests/load_generator/test_conversations.py",
 )
 
 
 def worker_group(nodeid: str) -> str:
-    """What one worker runs as a whole, for its fixtures: a file, HEAVY, or OF_THE_SAME_RUNS."""
+    """What one worker runs as a whole, for its fixtures: a file, HEAVY, OF_THE_SAME_RUNS, or one
+    test of SINGLY.
+    """
     file = nodeid.partition("::")[0]
     if file.startswith(HEAVY):
         return "heavy"
+    if file in SINGLY:
+        return nodeid
     return "reports" if file.startswith(OF_THE_SAME_RUNS) else file
 
 
-class ByFile(LoadScopeScheduling):
+def place_in_queue(nodeid: str) -> int:
+    """When a test begins: first those of LONGEST, in their order, then all others."""
+    group = worker_group(nodeid).partition("::")[0]
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+
+
+class ByGroup(LoadScopeScheduling):
     """xdist's `loadfile`, with the groups above, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -78,7 +103,7 @@ class ByFile(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return ByGroup(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -88,9 +113,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    last = len(LONGEST)
-    places = {file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(worker_group(item.nodeid), last))
+    items.sort(key=lambda item: place_in_queue(item.nodeid))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not has_gpu():
         for item in marked:

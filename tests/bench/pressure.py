@@ -251,8 +251,13 @@ async def ending(server: Server, tokens: int, twice: bool) -> Found:
     told = loop.time()
     late: Counter[str] = Counter()
 
+    # What comes before the server has seen the signal is served or cut off like the others.
+    while server.child.poll() is None and (await fresh.ask(get("/ready"))).status == 200:
+        await asyncio.sleep(0.01)
+
     async def come_late() -> None:
-        """Send requests after the signal, on kept and on new connections, until nobody listens.
+        """Send requests to a server that drains, on kept and on new connections, until nobody
+        listens.
 
         If a connection closes between the decision to use it and its first byte, the outcome is
         "too late", which is no fault of the server.

@@ -5,6 +5,7 @@ and for good.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 
 from crossover.loadtests.campaign import next_measurement
@@ -70,6 +72,18 @@ def levels_warm_up_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 1.0)
 
 
+@pytest.fixture
+def quiet_cores() -> None:
+    """Skips the test where the cores do not become idle within 10 s: it would wait for that too."""
+    busy_percent = 100.0
+    for _ in range(10):
+        busy_percent = max(psutil.cpu_percent(interval=1.0, percpu=True))
+        if busy_percent < 20:
+            return
+    pytest.skip(f"not a quiet machine: other processes use {busy_percent:.0f} % of a core")
+
+
+DISTURBER = r"`.+` \(pid \d+\) took \d+% of the CPU time that the engine needed"
 ONE_CORE = "cores = 1"  # the engine is alone on it: half of it is left beside a hog
 
 
@@ -103,6 +117,18 @@ def wait_for_level(out: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+def processes_beside(folder: Path, level: str | None = None) -> set[int]:
+    """Process ids that the run folder has of others on the engine's cores: during one level, or
+    ever."""
+    return {
+        process.pid
+        for sample in read_records(folder).samples
+        if sample.cores is not None and level in (None, sample.level)
+        for process in sample.cores.other_processes
+    }
+
+
+@pytest.mark.usefixtures("quiet_cores")
 def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path: Path) -> None:
     busy: list[int] = []
 
@@ -125,7 +151,9 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
     ]
     assert lost and all("Disturbed" in one.warnings for one in lost)
     assert of_kind(events, Waited)
-    assert f"(pid {busy[0]}" in said and "waiting for an idle machine" in said
+    # Which process is named depends on what else runs: the one that took the most.
+    assert busy[0] in set.union(*(processes_beside(folder, one.level) for one in lost))
+    assert re.search(rf"disturbed: {DISTURBER}; waiting for an idle machine", said), said
     rates = [
         one.plan.rate
         for one in of_kind(events, LevelStarted)
@@ -145,5 +173,5 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     (ended,) = of_kind(events, CellFinished)
     assert not ended.capacity.is_confirmed
     (found,) = of_kind(events, NeverQuiet)
-    assert f"(pid {busy})" in found.reason and "% of the CPU time" in found.reason
-    assert found.reason in said
+    assert busy in processes_beside(folder)
+    assert re.fullmatch(DISTURBER, found.reason) and found.reason in said
