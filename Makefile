@@ -19,6 +19,8 @@ VULKAN_VENV ?= .venv-vulkan
 LOWEST_VENV ?= .venv-lowest
 PIP_FLAGS ?=
 RUNS ?= runs
+TIMES = .pytest_cache/times.json
+TIMED = -p tests.time_per_file --times $(TIMES)
 IMAGE_BASE ?= localhost/debian:12-slim
 CMAKE_OF_vulkan = -DGGML_VULKAN=on
 CMAKE_OF_cuda = -DGGML_CUDA=on
@@ -33,7 +35,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
-	@echo "  make test            run the tests (6 minutes on 2 cores, after installation)"
+	@echo "  make test            run the tests, and print the time of each file (4 minutes on 2 cores)"
 	@echo "  make test-slow       run further cases of the same promises: architectures, formats, seeds"
 	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"
@@ -56,11 +58,14 @@ demo: $(STAMP)
 test test-slow test-lowest: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)
-	@echo "== three at a time, since many of them wait"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock and not alone and not slow"
+	@mkdir -p $(dir $(TIMES)) && rm -f $(TIMES)
+	@echo "== five at a time, since many of them wait"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) -n 5 --dist loadfile -m "not clock and not alone and not slow"
 	@echo "== what holds a measured time to a bound: two at a time, since they mostly wait, then alone"
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
-	$(BIN)/python -m pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(BIN)/python -m pytest $(TIMED) -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+	$(BIN)/python -m pytest $(TIMED) -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	@echo "== seconds per file"
+	@$(BIN)/python -m tests.time_per_file $(TIMES)
 
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)

@@ -43,16 +43,16 @@ from tests.tools.waiting import wait_for
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
 STEP_TIMES: dict[str, Any] = {
-    "base_seconds": 0.004,
-    "row_seconds": 0.001,
-    "prompt_token_seconds": 0.0002,
+    "base_seconds": 0.002,
+    "row_seconds": 0.0005,
+    "prompt_token_seconds": 0.0001,
 }
 KNOWN = """
 name = "known truth"
 disturbance = "ignore"
 budget_seconds = {budget}
 workload = {{ prompt_tokens = 32, output_tokens = 20 }}
-slo = {{ ttft_seconds = 0.2, tpot_seconds = 0.05, target = 0.8 }}
+slo = {{ ttft_seconds = 0.1, tpot_seconds = 0.025, target = 0.8 }}
 [target]
 url = "{url}"
 [search]
@@ -120,9 +120,9 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     truth_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
-    monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 1.0)  # an answer takes a third
+    monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 0.5)  # an answer takes a sixth
     out = StringIO()
-    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=45, level=3.0)
+    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=22, level=2.0)
     with Progress(out, log_interval_seconds=1.0) as progress:
         folder = run(plan, tmp_path, progress, command=["test"])
     check_folder(folder)

@@ -53,7 +53,9 @@ class Served(msgspec.Struct):
         return found
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module", params=["llama_cpp", "onnx", pytest.param("torch", marks=pytest.mark.slow)]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

@@ -42,7 +42,7 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
     assert 330 <= seen["max_response_time"] < 5000
 
 
-@pytest.mark.alone  # workers that start late send less
+@pytest.mark.clock  # workers that start late send less
 def test_workers_share_the_rate_and_send_where_their_own_command_says(
     truth_server: Callable[..., str], tmp_path: Path
 ) -> None:

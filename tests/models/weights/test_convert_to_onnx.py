@@ -124,6 +124,7 @@ def test_random_weights_of_a_rung_need_no_float_model(tmp_path: Path) -> None:
     assert 1.5 < logits.std() < 6 and len(set(logits[0].argmax(-1).tolist())) > 10
 
 
+@pytest.mark.slow
 def test_optimum_exports_what_the_writer_does_not_know(tmp_path: Path) -> None:
     folder, source = onnx_folder("gpt2-growing-int8"), onnx_source("gpt2-growing-int8")
     manifest = read_manifest(folder)
