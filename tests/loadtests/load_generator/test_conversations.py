@@ -119,6 +119,7 @@ def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> No
     assert len({chat[0]["content"] for chat in listener.chats}) == 1, "but for the system prompt"
 
 
+@pytest.mark.clock  # turns that are due after the window are not sent
 def test_a_session_whose_answer_failed_ends_and_its_missing_turns_are_failures() -> None:
     records = talked(Listener(fail=lambda number: number == 1))
     first = sorted((r for r in records if r.session == 0), key=lambda record: record.turn or 0)
