@@ -60,10 +60,10 @@ test test-slow test-lowest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	@mkdir -p $(dir $(TIMES)) && rm -f $(TIMES)
 	@echo "== five at a time, since many of them wait"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) -n 5 --dist loadfile -m "not clock and not alone and not slow"
-	@echo "== what holds a measured time to a bound: two at a time, since they mostly wait, then alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) -n 5 --dist loadfile -m "not clock and not quiet_machine and not slow"
+	@echo "== tests that measure times: two at a time, since they mostly wait, then one by one"
 	$(BIN)/python -m pytest $(TIMED) -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
-	$(BIN)/python -m pytest $(TIMED) -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(BIN)/python -m pytest $(TIMED) -m quiet_machine $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 	@echo "== seconds per file"
 	@$(BIN)/python -m tests.time_per_file $(TIMES)
 
@@ -75,7 +75,7 @@ test-slow: $(STAMP)
 test-lowest:
 	test -x $(LOWEST_VENV)/bin/uv || { $(PYTHON) -m venv $(LOWEST_VENV) && $(LOWEST_VENV)/bin/pip install --quiet uv; }
 	$(LLAMA_BUILD) $(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct $(PIP_FLAGS) -e '.[dev]'
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock and not alone and not slow" -k "not are_dependencies_of_all_and_pinned"
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock and not quiet_machine and not slow" -k "not are_dependencies_of_all_and_pinned"
 
 scale-test:
 	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)

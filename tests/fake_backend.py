@@ -142,11 +142,11 @@ class FakeBackend:
         if self._failure is not None and self._failure not in _LOAD_FAILURES and is_due and poison:
             self._fail()
         self._steps += 1
-        held = sum(len(states) - 1 for states in self._kv)
+        cached = sum(len(states) - 1 for states in self._kv)
         growth = sum(row.start + len(row.tokens) - (len(self._kv[row.slot]) - 1) for row in rows)
-        if held + growth > self.info.settings.pool_tokens:
+        if cached + growth > self.info.settings.pool_tokens:
             raise KvFull(
-                f"{held + growth} tokens do not fit in a KV pool of "
+                f"{cached + growth} tokens do not fit in a KV pool of "
                 f"{self.info.settings.pool_tokens}"
             )
         seconds = options.step_seconds

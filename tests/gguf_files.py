@@ -63,16 +63,16 @@ def folder_of(file: Path, folder: Path) -> Path:
     folder.mkdir()
     spec, content = read_header(file).spec(file.stem), GGUFReader(file)
     write_texts(spec, folder, "fp32")
-    told = {name.rpartition(".")[2]: one for name, one in content.fields.items()}
-    merges = [tuple(pair.split(" ")) for pair in told["merges"].contents()]
-    tokens = told["tokens"].contents()
+    fields = {name.rpartition(".")[2]: one for name, one in content.fields.items()}
+    merges = [tuple(pair.split(" ")) for pair in fields["merges"].contents()]
+    tokens = fields["tokens"].contents()
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
     splits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer, tokenizer.decoder = Sequence(splits), ByteLevelDecoder()
-    types = told["token_type"].contents()
+    types = fields["token_type"].contents()
     tokenizer.add_special_tokens([tokens[at] for at in range(len(tokens)) if types[at] == CONTROL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(told["chat_template"].contents())
+    (folder / "chat_template.jinja").write_text(fields["chat_template"].contents())
     stored, floats = {one.name: one for one in content.tensors}, {}
     for tensor in gguf_tensors(spec, "F32"):
         values = dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)

@@ -116,8 +116,8 @@ def plan_output(name: str) -> str:
     """What `crossover plan` says to a file of docs/plan-examples."""
     folder = ROOT / "docs" / "plan-examples"
     question = question_of_tables(read_toml(folder / f"{name}.toml", BadPlan)[0], folder)
-    said = as_text(make_plan(question, candidates_of(question)), 110)
-    return "\n".join(line.rstrip() for line in said.splitlines())
+    plan_text = as_text(make_plan(question, candidates_of(question)), 110)
+    return "\n".join(line.rstrip() for line in plan_text.splitlines())
 
 
 def in_a_block(name: str) -> list[str]:

@@ -89,7 +89,7 @@ class Clean:
                     raise SystemExit(f"crossover serve ended with {server.returncode}")
 
 
-def said(what: str) -> None:
+def print_step(what: str) -> None:
     print(f"release-check {time.perf_counter() - START:6.0f}s  {what}", flush=True)
 
 
@@ -108,7 +108,7 @@ def built(folder: Path) -> Path:
     (wheel,) = (folder / "dist").glob("*.whl")
     (sdist,) = (folder / "dist").glob("*.tar.gz")
     sizes = [f"{path.name} ({path.stat().st_size >> 10} KiB)" for path in (sdist, wheel)]
-    said(" and ".join(sizes))
+    print_step(" and ".join(sizes))
     return wheel
 
 
@@ -123,27 +123,27 @@ def main() -> None:
         if (there := user.run("python", "-c", find).stdout.strip()) != "[]":
             raise SystemExit(f"[{EXTRAS}] installs {there}")
         version = user.run("crossover", "--version").stdout.strip()
-        said(f"{version} installed with [{EXTRAS}], no torch")
+        print_step(f"{version} installed with [{EXTRAS}], no torch")
         user.run("crossover", "doctor")
         load = ("--rate", "5", "--duration", "4", "--workload", "24x8")
         for arguments in (("135m", "--backend", "llama_cpp"),):
             with user.serving(*arguments) as url:
                 user.run("crossover", "load", url, *load)
-            said(f"serve {' '.join(arguments)}: ready, answered crossover load, drained")
+            print_step(f"serve {' '.join(arguments)}: ready, answered crossover load, drained")
         (user.folder / "campaign.toml").write_text(CAMPAIGN)
         user.run("crossover", "campaign", "run", "campaign.toml", "--out", "runs")
         (run,) = (user.folder / "runs").glob("*/events.jsonl")
-        said("campaign run: one cell of 135m Q4_0")
+        print_step("campaign run: one cell of 135m Q4_0")
         report(user, run.parent)
         for engine in ("torch", "onnx"):
             refused = user.run("crossover", "serve", "135m", "--backend", engine, status=2)
             sentence(refused.stderr, f"llm-crossover[{engine}]")
-        said("serve --backend torch and onnx name their extras")
+        print_step("serve --backend torch and onnx name their extras")
         user.run("pip", "install", "--quiet", *pins, "llm-crossover[report]")
         user.run("crossover", "report", str(run.parent), "--png")
         if not (run.parent / "report" / "index.html").stat().st_size:
             raise SystemExit("no page after pip install 'llm-crossover[report]'")
-        said(
+        print_step(
             "pip install 'llm-crossover[report]', as was said: the page and its pictures are there"
         )
 
@@ -160,7 +160,7 @@ def report(user: Clean, run: Path) -> None:
     for more in (("--format", "html"), ("--png",)):
         refused = user.run("crossover", "report", str(run), *more, status=2)
         sentence(refused.stderr, "llm-crossover[report]")
-    said("report: Markdown, CSV and JSON; the page's extra is named")
+    print_step("report: Markdown, CSV and JSON; the page's extra is named")
 
 
 START = time.perf_counter()

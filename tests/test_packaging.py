@@ -101,7 +101,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_one_package_with_its_data_and_no_weights(wheel: Path) -> None:
+def test_the_wheel_contains_one_package_with_its_data_and_no_weights(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if not name.startswith("llm_crossover")} == {
         "crossover",

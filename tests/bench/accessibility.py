@@ -27,7 +27,7 @@ from crossover.reports.report_data import read_report
 from crossover.reports.sections.all_sections import sections_of
 from tests.bench.paired import parser_of
 from tests.reports.runs import run_folder
-from tests.tools.browser import BROWSER, DARK, LIGHT, asked
+from tests.tools.browser import BROWSER, DARK, LIGHT, run_in_browser
 
 AXE = "axe-core@4.14.1"
 KINDS = ("violations", "incomplete", "passes", "inapplicable")
@@ -101,7 +101,7 @@ def main() -> int:
     for name, text in pages(arguments.runs):
         for view, option, width in VIEWS:
             with tempfile.TemporaryDirectory() as folder:
-                found = asked(text, script, Path(folder), option, width=width, seconds=900)
+                found = run_in_browser(text, script, Path(folder), option, width=width, seconds=900)
             violated += len(found["violations"]) + len(found["pale"])
             print(f"{name}, {view}: {summary(found)}", flush=True)
             for kind in ("violations", "incomplete"):

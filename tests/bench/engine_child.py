@@ -71,10 +71,16 @@ class EngineChild:
 
     def __init__(self, config: EngineConfig, cores: Sequence[int]) -> None:
         self._log = tempfile.TemporaryFile("w+")
-        told = json.dumps(msgspec.to_builtins(config))
+        config_json = json.dumps(msgspec.to_builtins(config))
         threads = str(len(cores))
         self._process = subprocess.Popen(
-            [*("taskset", "-c", ",".join(map(str, cores))), sys.executable, "-m", __name__, told],
+            [
+                *("taskset", "-c", ",".join(map(str, cores))),
+                sys.executable,
+                "-m",
+                __name__,
+                config_json,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -103,12 +103,14 @@ def strike(url: str, fault: str, name: str = "") -> dict[str, Any]:
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     seconds = first_answer(url, began)
-    told = placement(url)
+    placed = placement(url)
     return {
         "fault": name or fault,
         "seconds": seconds,
-        "engine": told["engine"]["backend"] + "/" + told["engine"]["device"],
-        "happened": [f"{one['kind']} {one['cause'] or ''}".strip() for one in told["events"][-6:]],
+        "engine": placed["engine"]["backend"] + "/" + placed["engine"]["device"],
+        "happened": [
+            f"{one['kind']} {one['cause'] or ''}".strip() for one in placed["events"][-6:]
+        ],
     }
 
 
@@ -116,8 +118,8 @@ def returned(url: str) -> dict[str, Any]:
     """Return how long it takes until the GPU serves again once it has memory."""
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_SECONDS:
-        told = placement(url)
-        if told["engine"]["device"] == "gpu" and told["state"] == "ready" and one_engine():
+        placed = placement(url)
+        if placed["engine"]["device"] == "gpu" and placed["state"] == "ready" and one_engine():
             seconds = round(time.monotonic() - began, 3)
             return {"fault": "return", "seconds": seconds, "engine": "gpu"}
         time.sleep(0.5)

@@ -44,30 +44,30 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true", help="times only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child is not None:
-        Child(asked, asked.child).run()
+    options = parser.parse_args()
+    if options.child is not None:
+        Child(options, options.child).run()
         return
     found: list[dict[str, Any]] = []
-    for index, model in enumerate(asked.models):
-        for name, folder in (("before", asked.before), ("after", ROOT)):
+    for index, model in enumerate(options.models):
+        for name, folder in (("before", options.before), ("after", ROOT)):
             if folder is None:
                 continue
-            is_checked = name == "after" and index == 0 and not asked.no_check
-            facts = run_child(asked, model, folder, is_checked)
+            is_checked = name == "after" and index == 0 and not options.no_check
+            facts = run_child(options, model, folder, is_checked)
             found.append({"code": name, "model": model} | facts)
-            if asked.json is not None:
-                asked.json.write_text(json.dumps(found, indent=1))
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=1))
     print_table(found)
 
 
 def run_child(
-    asked: argparse.Namespace, model: str, folder: Path, is_checked: bool
+    options: argparse.Namespace, model: str, folder: Path, is_checked: bool
 ) -> dict[str, Any]:
     """Every figure of one model by the code of a checkout."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--device", asked.device]
-    command += ["--slots", str(asked.slots), "--child", model]
-    command += ["--quick"] * asked.quick + ["--no-check"] * (not is_checked)
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", options.device]
+    command += ["--slots", str(options.slots), "--child", model]
+    command += ["--quick"] * options.quick + ["--no-check"] * (not is_checked)
     started = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
@@ -104,10 +104,10 @@ def say(**facts: Any) -> None:
 class Child:
     """One model on one checkout."""
 
-    def __init__(self, asked: argparse.Namespace, model: str) -> None:
-        self.asked = asked
+    def __init__(self, options: argparse.Namespace, model: str) -> None:
+        self.options = options
         self.model = model
-        self.is_gpu = asked.device == "gpu"
+        self.is_gpu = options.device == "gpu"
         started = time.perf_counter()
         import torch
 
@@ -124,7 +124,7 @@ class Child:
         self.found = resolve(model, kind="hf", weight_format="bf16")
         say(weights_made_s=round(time.perf_counter() - started, 2))
         self.spec = spec = read_spec(Path(self.found.path), self.found.name)
-        settings = {"slots": asked.slots, "context_tokens": 1024}
+        settings = {"slots": options.slots, "context_tokens": 1024}
         more: dict[str, Any] = dict(settings)
         if "settings" in EngineConfig.__struct_fields__:
             from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -136,7 +136,7 @@ class Child:
             model_name=self.found.name,
             weight_format="bf16",
             tokenizer_path=self.found.tokenizer_path,
-            device=asked.device,
+            device=options.device,
             threads=4,
             **more,
         )
@@ -152,8 +152,8 @@ class Child:
         for (begun, what), (until, _) in zip(stages, [*stages[1:], (ended, "")], strict=True):
             seconds[what] = round(seconds.get(what, 0.0) + until - begun, 2)
         weights = 2 * sum(int(np.prod(tensor.shape)) for tensor in spec.tensors())
-        kv = asked.slots * 1024 * spec.kv_bytes_per_token("bf16")
-        sized = getattr(config, "settings", asked.slots)
+        kv = options.slots * 1024 * spec.kv_bytes_per_token("bf16")
+        sized = getattr(config, "settings", options.slots)
         overhead = memory_overhead.overhead_bytes(spec, "bf16", sized)
         say(
             load_s=round(ended - started, 2),
@@ -193,10 +193,10 @@ class Child:
         return round(statistics.median(seconds) * 1e3, 3)
 
     def run(self) -> None:
-        quick = self.asked.quick
-        if not self.asked.no_check:
+        quick = self.options.quick
+        if not self.options.no_check:
             self.check()
-        slots = self.asked.slots
+        slots = self.options.slots
         for slot in range(slots):
             count = CONTEXT if not quick else 8
             self.backend.step([self.row(slot, count, 0)])
@@ -213,21 +213,21 @@ class Child:
 
         return Row(slot, self.ids(tokens), start, True, sampling or Sampling())
 
-    def held(self) -> int:
-        return 8 if self.asked.quick else CONTEXT
+    def cached(self) -> int:
+        return 8 if self.options.quick else CONTEXT
 
     def steps_with_prompts(self, decoding: tuple[int, ...], rounds: int) -> None:
         """Milliseconds of a step by decode rows and prompt tokens, in pieces of at most 256."""
-        prompts = (16, 40) if self.asked.quick else (16, 64, 128, 256, 512, 1024)
+        prompts = (16, 40) if self.options.quick else (16, 64, 128, 256, 512, 1024)
         for rows in decoding:
             for tokens in prompts:
                 pieces = [min(256, tokens - at) for at in range(0, tokens, 256)]
-                step = [self.row(slot, 1, self.held()) for slot in range(rows)]
+                step = [self.row(slot, 1, self.context()) for slot in range(rows)]
                 step += [self.row(rows + at, count, 0) for at, count in enumerate(pieces)]
                 milliseconds = self.median_ms(partial(self.backend.step, step), rounds)
                 say(**{f"{rows} rows + {tokens} prompt tokens ms": milliseconds})
             for slot in range(rows, rows + 4):
-                self.backend.step([self.row(slot, self.held(), 0)])
+                self.backend.step([self.row(slot, self.context(), 0)])
 
     def decode(self, rows: int, steps: int) -> None:
         """Milliseconds of a decode step by how tokens are drawn: launched, on the CPU stepped."""
@@ -241,7 +241,7 @@ class Child:
         }
         for name, sampling in kinds.items():
             best = []
-            for _ in range(1 if self.asked.quick else 3):
+            for _ in range(1 if self.options.quick else 3):
                 self.chain(rows, sampling, 4)
                 self.synchronize()
                 started = time.perf_counter()
@@ -253,15 +253,15 @@ class Child:
     def chain(self, rows: int, sampling: Any, steps: int) -> None:
         from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
-        held, after = self.held(), None
+        cached, after = self.context(), None
         for slot in range(rows):
-            self.backend.truncate(slot, held)
+            self.backend.truncate(slot, cached)
         for step in range(steps):
             token = np.array([PLACEHOLDER if after is not None else 5], np.int32)
-            batch = [Row(slot, token, held + step, True, sampling) for slot in range(rows)]
+            batch = [Row(slot, token, cached + step, True, sampling) for slot in range(rows)]
             if not self.is_gpu:
                 batch = [
-                    Row(slot, np.array([5], np.int32), held + step, True, sampling)
+                    Row(slot, np.array([5], np.int32), cached + step, True, sampling)
                     for slot in range(rows)
                 ]
                 self.backend.step(batch)
@@ -281,7 +281,7 @@ class Child:
         from crossover.serving.engine.scheduler import Scheduler
         from crossover.serving.sampling.step_inputs import Sampling
 
-        tokens, answer = (12, 4) if self.asked.quick else (256, 64)
+        tokens, answer = (12, 4) if self.options.quick else (256, 64)
         table = [b"x"] * self.backend.info.vocabulary
         import msgspec
 
@@ -301,20 +301,20 @@ class Child:
                     request = GenerationRequest(prompt, answer, sampling, ignore_eos=True)
                     assert scheduler.add(Submit(number, request)) is None
                 mixed: list[float] = []
-                alone: list[float] = []
+                decode_only: list[float] = []
                 while scheduler.busy:
                     before = time.perf_counter()
                     scheduler.step()
                     stats = scheduler.stats()
                     took = (time.perf_counter() - before) * 1e3
-                    (mixed if stats.prefill_tokens else alone).append(took)
+                    (mixed if stats.prefill_tokens else decode_only).append(took)
                 seconds = time.perf_counter() - started
                 name = f"burst {requests}, {most} a step, T {temperature}"
                 say(
                     **{
                         f"{name}: s": round(seconds, 3),
                         f"{name}: mixed ms": round(statistics.median(mixed), 2),
-                        f"{name}: decode ms": round(statistics.median(alone), 2),
+                        f"{name}: decode ms": round(statistics.median(decode_only), 2),
                     }
                 )
 
@@ -344,7 +344,7 @@ class Child:
         if self.is_gpu:
             self.check_graphs()
         self.check_tokens()
-        for slot in range(self.asked.slots):
+        for slot in range(self.options.slots):
             self.backend.truncate(slot, 0)
 
     def check_draws(self) -> None:
@@ -355,7 +355,7 @@ class Child:
         from crossover.serving.sampling.step_inputs import Row, Sampling
 
         torch = self.torch
-        rows = min(self.asked.slots, 128)
+        rows = min(self.options.slots, 128)
         kinds = {
             "greedy": Sampling(),
             "temperature": Sampling(temperature=0.8),
@@ -372,7 +372,7 @@ class Child:
             for spread in (1.0, 6.0):
                 numbers = self.random.normal(0, spread, (rows, self.spec.vocabulary))
                 logits = torch.tensor(numbers, dtype=torch.bfloat16).float()
-                asked = [
+                sampled_rows = [
                     Row(
                         at, self.ids(1), 7 * at, True, msgspec.structs.replace(sampling, seed=at**3)
                     )
@@ -383,9 +383,9 @@ class Child:
                     if self.is_gpu:
                         buffer[:rows].copy_(logits)
                         there = buffer[:rows]
-                    tokens, good = sampler.draw(there, asked)
+                    tokens, good = sampler.draw(there, sampled_rows)
                 device, fine = tokens.tolist(), good.tolist()
-                host = [one.token for one in sample(logits.numpy(), asked)]
+                host = [one.token for one in sample(logits.numpy(), sampled_rows)]
                 same = [a == b for a, b, is_good in zip(device, host, fine, strict=True) if is_good]
                 share = round(sum(same) / len(same), 3) if same else "none"
                 shares.append(f"{share} of {sum(fine)}")
@@ -398,7 +398,7 @@ class Child:
         from crossover.serving.backends.torch.forward_pass import run_pass
 
         worst, agreed, compared, captured = 0.0, 0, 0, 0
-        slots = self.asked.slots
+        slots = self.options.slots
         for round_ in range(24):
             singles = int(self.random.integers(0, min(slots - 8, 100)))
             pieces = [int(n) for n in self.random.integers(2, 90, self.random.integers(0, 9))]
@@ -433,33 +433,33 @@ class Child:
         own bf16."""
         from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
-        torch, backend, quick = self.torch, self.backend, self.asked.quick
+        torch, backend, quick = self.torch, self.backend, self.options.quick
         lengths = [1, 2, 3, 17, 64, 65, 127, 128, 200, 255, 256, 257, 300, 400, 511, 700]
         if quick:
             lengths = [1, 2, 3, 17, 40, 65]
         rng = np.random.default_rng(7)
         prompts = [rng.integers(3, self.spec.vocabulary, n).astype(np.int32) for n in lengths]
         sequences = [list(map(int, prompt)) for prompt in prompts]
-        held = [0] * len(prompts)
+        cached = [0] * len(prompts)
         first, late = range(0, len(prompts), 2), range(1, len(prompts), 2)
         drawn = backend.step([Row(slot, prompts[slot], 0, True) for slot in first])
         for slot, one in zip(first, drawn, strict=True):
-            held[slot] = len(prompts[slot])
+            cached[slot] = len(prompts[slot])
             sequences[slot].append(one.token)
         after: Any = None
         for _ in range(8 if quick else 40):
             rows = []
             for slot in range(len(prompts)):
-                left = len(prompts[slot]) - held[slot]
+                left = len(prompts[slot]) - cached[slot]
                 if slot in late and left > 0:
                     count = min(100, left)
-                    piece = prompts[slot][held[slot] : held[slot] + count]
-                    rows.append(Row(slot, piece, held[slot], count == left))
+                    piece = prompts[slot][cached[slot] : cached[slot] + count]
+                    rows.append(Row(slot, piece, cached[slot], count == left))
                 elif self.is_gpu and after is not None and slot in after[1]:
-                    rows.append(Row(slot, np.array([PLACEHOLDER], np.int32), held[slot], True))
+                    rows.append(Row(slot, np.array([PLACEHOLDER], np.int32), cached[slot], True))
                 else:
                     token = np.array(sequences[slot][-1:], np.int32)
-                    rows.append(Row(slot, token, held[slot], True))
+                    rows.append(Row(slot, token, cached[slot], True))
             wanting = [row.slot for row in rows if row.wants_token]
             if self.is_gpu:
                 launched = backend.launch(rows, None if after is None else after[0])
@@ -472,7 +472,7 @@ class Child:
                 for slot, one in zip(wanting, backend.step(rows), strict=True):
                     sequences[slot].append(one.token)
             for row in rows:
-                held[row.slot] = row.position
+                cached[row.slot] = row.position
         if after is not None:
             for slot, one in zip(after[1], after[0].tokens(), strict=True):
                 sequences[slot].append(one.token)

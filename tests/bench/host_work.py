@@ -108,11 +108,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--gguf", type=Path, help="a model, in place of random logits")
-    asked = parser.parse_args()
-    if asked.gguf is None:
-        logits = random_logits(asked.streams, asked.vocabulary)
+    options = parser.parse_args()
+    if options.gguf is None:
+        logits = random_logits(options.streams, options.vocabulary)
     else:
-        logits = logits_of_readme(asked.gguf)
+        logits = logits_of_readme(options.gguf)
     cases = {
         "greedy": (Sampling(), []),
         "greedy, 4 stop strings": (Sampling(), ["STOP", "\n\n", "User:", "</s>"]),
@@ -121,10 +121,10 @@ def main() -> None:
         "temperature 0.8, min-p 0.05": (Sampling(temperature=0.8, min_p=0.05, seed=3), []),
         "temperature 0.8, top-p 0.95": (Sampling(temperature=0.8, top_p=0.95, seed=3), []),
     }
-    print(f"{asked.streams} streams, vocabulary {logits.shape[1]}, {asked.steps} steps")
+    print(f"{options.streams} streams, vocabulary {logits.shape[1]}, {options.steps} steps")
     print(f"{'sampling':32} {'median ms':>10} {'p99 ms':>10}")
     for name, (sampling, stop) in cases.items():
-        median, worst = measure(asked.streams, logits, asked.steps, sampling, stop)
+        median, worst = measure(options.streams, logits, options.steps, sampling, stop)
         print(f"{name:32} {median * 1e3:10.3f} {worst * 1e3:10.3f}")
 
 

@@ -229,9 +229,9 @@ def closed_loop(
     seconds = run(drive())
     begun = [one for one, _ in done if one.chunks and one.status == 200]
     if not begun:
-        said = [one.error or one.body[:200] for one, _ in done][:3]
-        raise RuntimeError(f"none of {len(done)} requests brought a token: {said}")
-    tokens = [made(one, asked) for one, asked in done]
+        errors = [one.error or one.body[:200] for one, _ in done][:3]
+        raise RuntimeError(f"none of {len(done)} requests brought a token: {errors}")
+    tokens = [made(one, requested) for one, requested in done]
     failed = [one.error is not None or one.status != 200 or not one.chunks for one, _ in done]
     ttft = np.array([one.ttft for one in begun])
     gaps = np.concatenate([np.diff(one.chunks) for one in begun])
@@ -240,8 +240,8 @@ def closed_loop(
         requests=len(done),
         failed=sum(failed),
         cut=sum(
-            not bad and got < asked
-            for bad, got, (_, asked) in zip(failed, tokens, done, strict=True)
+            not bad and got < requested
+            for bad, got, (_, requested) in zip(failed, tokens, done, strict=True)
         ),
         output_tokens_per_second=sum(tokens) / seconds,
         ttft_p50=float(np.percentile(ttft, 50)),
@@ -252,9 +252,9 @@ def closed_loop(
     )
 
 
-def made(outcome: Outcome, asked: int) -> int:
+def made(outcome: Outcome, requested: int) -> int:
     """Return the tokens of an answer: as the server counts them; otherwise all that were requested,
     if the server says that the length ended it; otherwise one for each chunk, the minimum."""
     if outcome.tokens is not None:
         return outcome.tokens
-    return asked if outcome.finish == "length" else len(outcome.chunks)
+    return requested if outcome.finish == "length" else len(outcome.chunks)

@@ -70,10 +70,10 @@ class World:
         if self.workload.has_sessions:
             return self._share_of_turns(rate, start)
         due = due_times(self.arrivals, rate, self.long_run / rate, 99)
-        asks = draw(self.workload, len(due), 99)
+        requests = draw(self.workload, len(due), 99)
         server = (self.quiet or self.serving)(99, 0.0, start)
         records = server.records(
-            due.tolist(), [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
+            due.tolist(), [a.prompt_tokens for a in requests], [a.output_tokens for a in requests]
         )
         level = Level.of(
             records,
@@ -116,14 +116,14 @@ class World:
 
 def step_times(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
     """Return a step-time model from its coefficients in milliseconds."""
-    return lambda rows, tokens, held, passes: (
-        (base + row * rows + prompt * tokens + context * held) / 1e3
+    return lambda rows, tokens, cached, passes: (
+        (base + row * rows + prompt * tokens + context * cached) / 1e3
     )
 
 
 def staircase(base: float, row: float, prompt: float) -> Steps:
     """Return step times in which rows cost in pairs: 3 rows cost as much as 4."""
-    return lambda rows, tokens, held, passes: (
+    return lambda rows, tokens, cached, passes: (
         (base + row * (rows if rows <= 2 else 2 * math.ceil(rows / 2)) + prompt * tokens) / 1e3
     )
 

@@ -61,7 +61,7 @@ class Cell(msgspec.Struct):
     slo: Slo
     policy: SchedulerSettings
     lengths: Lengths
-    alone: list[Level]
+    single_streams: list[Level]
     bursts: list[Level]
     levels: list[Level]
     taken: list[float]  # of each level, share of the engine's CPU time that others took
@@ -81,8 +81,8 @@ def cells_in(path: Path) -> Iterable[Cell]:
         record = msgspec.json.decode(line, type=RequestRecord)
         records[record.level].append(record)
     slo = msgspec.convert(manifest["campaign"]["slo"], Slo)
-    asked = manifest["campaign"]["workload"]  # runs of old have keys that are gone, at defaults
-    known = {name: asked[name] for name in Workload.__struct_fields__ if name in asked}
+    written = manifest["campaign"]["workload"]  # runs of old have keys that are gone, at defaults
+    known = {name: written[name] for name in Workload.__struct_fields__ if name in written}
     if isinstance(known.get("turns"), float):  # the mean of an earlier format, always 1
         del known["turns"], known["think_seconds"]
     workload = msgspec.convert(known, Workload)
@@ -94,7 +94,7 @@ def cells_in(path: Path) -> Iterable[Cell]:
         bursts: dict[int, list[RequestRecord]] = defaultdict(list)
         for record in records[f"{key}#calibration"]:
             bursts[record.index // 1000].append(record)
-        alone, levels, taken = [], [], []
+        single_streams, levels, taken = [], [], []
         for one in events:
             if one["kind"] != "level_finished" or one["cell"] != key:
                 continue
@@ -104,14 +104,14 @@ def cells_in(path: Path) -> Iterable[Cell]:
             level = _level(started, one, records[one["level"]])
             # A run of version 5 or later says no purpose.
             if started.get("purpose") == "single_stream" or started.get("concurrency") == 1:
-                alone.append(level)
+                single_streams.append(level)
             elif len(level.due) >= 20:
                 levels.append(level)
                 taken.append((one.get("disturbance") or {}).get("share") or 0.0)
         lengths = lengths_of(workload, 8_000, 3)
         groups = [_level({"cell": key, "level": key}, {}, each) for each in bursts.values()]
         name = f"{path.name[:18]} {key}"
-        yield Cell(name, slo, policy, lengths, alone, groups, levels, taken)
+        yield Cell(name, slo, policy, lengths, single_streams, groups, levels, taken)
 
 
 def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRecord]) -> Level:
@@ -139,7 +139,7 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
 def step_times_of(cell: Cell) -> StepTimeModel:
     """Return the step-time model that a calibration fits."""
     seen: list[StepObservation] = []
-    for level in (*cell.alone, *cell.bursts):
+    for level in (*cell.single_streams, *cell.bursts):
         seen += merged_steps(observed_steps(level, cell.policy.slots)[0])
     return fit_step_times(seen)
 
@@ -152,7 +152,7 @@ def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) 
     def good(factor: float) -> int:
         slower, found = step_times.slower(factor), 0
         for one in levels:
-            prompt, output, cached = lengths_asked(one)
+            prompt, output, cached = requested_lengths(one)
             played = simulate(slower, cell.policy, one.due, prompt, output, cached)
             found += int(cell.slo.met_by(played)[one.counted].sum())
         return found
@@ -164,7 +164,7 @@ def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) 
     return math.sqrt(low * high)
 
 
-def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
+def requested_lengths(level: Level) -> tuple[Any, Any, Any]:
     """Return the prompt, output and cached tokens of a level's requests."""
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
@@ -213,10 +213,10 @@ def figures(path: Path) -> list[dict[str, Any]]:
             by_others, _ = of(good_factor(cell, step_times, others))
             row: dict[str, Any] = {"rate": level.rate, "n": int(level.counted.sum())}
             row |= {"truth": by_others, "taken": taken}
-            for name, told in factors.items():
-                if told is not None:
-                    rate, steep = of(told)
-                    row |= {name: rate, f"{name}_steep": steep, f"{name}_factor": told}
+            for name, factor_value in factors.items():
+                if factor_value is not None:
+                    rate, steep = of(factor_value)
+                    row |= {name: rate, f"{name}_steep": steep, f"{name}_factor": factor_value}
             one["levels"].append(row)
         found.append(one)
         print(json.dumps(one), file=sys.stderr, flush=True)  # minutes a cell

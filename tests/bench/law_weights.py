@@ -29,8 +29,10 @@ LONG = 100
 
 def steps_of(levels: Sequence[Level], slots: int = 0) -> list[StepObservation]:
     """Return the steps of levels. `slots` 0: as many as the level has requests, as for a burst."""
-    told = (one for one in levels if len(one.chunks) and one.counts)
-    return [x for one in told for x in merged_steps(observed_steps(one, slots or len(one.due))[0])]
+    observed = (one for one in levels if len(one.chunks) and one.counts)
+    return [
+        x for one in observed for x in merged_steps(observed_steps(one, slots or len(one.due))[0])
+    ]
 
 
 def by_relative_errors(seen: Sequence[StepObservation]) -> StepTimeModel:
@@ -54,14 +56,14 @@ def main() -> None:
         for level in levels_of(read_records(Path(folder))):
             cells.setdefault(level.started.cell, []).append(level)
         for name, levels in cells.items():
-            told = steps_of([one for one in levels if one.rate is None])
+            observed = steps_of([one for one in levels if one.rate is None])
             if not (seen := steps_of([one for one in levels if one.rate], 8)):
                 continue
             decoding = [one for one in seen if not one.prompt_tokens]
             long = [one for one in seen if one.prompt_tokens > LONG]
             for how, step_times in (
-                ("relative", by_relative_errors(told)),
-                ("by seconds", fit_step_times(told)),
+                ("relative", by_relative_errors(observed)),
+                ("by seconds", fit_step_times(observed)),
             ):
                 figures = f"{len(seen)}, {len(long)} long | {ratio(decoding, step_times)}"
                 print(f"| {name} | {how} | {figures} | {ratio(long, step_times)} |")

@@ -212,15 +212,15 @@ async def level(client: Client, rate: float, seconds: float) -> Found:
     }
 
 
-async def overload(server: Server, asked: argparse.Namespace) -> Found:
+async def overload(server: Server, options: argparse.Namespace) -> Found:
     client = Client("127.0.0.1", server.port)
-    capacity = await capacity_of(client, 24, max(3.0, asked.seconds / 2))
+    capacity = await capacity_of(client, 24, max(3.0, options.seconds / 2))
     print(f"  capacity {capacity:.1f} requests/s in a closed loop", flush=True)
     found: Found = {"capacity": capacity}
     levels = []
     for factor in FACTORS:
         await at_rest(server, client)
-        levels.append(await level(client, capacity * factor, asked.seconds))
+        levels.append(await level(client, capacity * factor, options.seconds))
         found[f"{factor:g} x"] = levels[-1]
     peak = max(one["goodput"] for one in levels)
     found["goodput at the highest load / peak"] = levels[-1]["goodput"] / peak
@@ -248,7 +248,7 @@ async def ending(server: Server, tokens: int, twice: bool) -> Found:
     ]
     await asyncio.sleep(1.0)
     os.kill(server.api, signal.SIGTERM)
-    told = loop.time()
+    signaled_at = loop.time()
     late: Counter[str] = Counter()
 
     # What comes before the server has seen the signal is served or cut off like the others.
@@ -275,9 +275,9 @@ async def ending(server: Server, tokens: int, twice: bool) -> Found:
         await asyncio.sleep(0.5)
         os.kill(server.api, signal.SIGTERM)
     outcomes = await asyncio.gather(*tasks)
-    while server.child.poll() is None and loop.time() < told + 90:
+    while server.child.poll() is None and loop.time() < signaled_at + 90:
         await asyncio.sleep(0.01)
-    seconds = loop.time() - told
+    seconds = loop.time() - signaled_at
     await asyncio.wait({coming}, timeout=5)
     return {
         "complete": sum(one.status == 200 and one.complete for one in outcomes),
@@ -288,14 +288,19 @@ async def ending(server: Server, tokens: int, twice: bool) -> Found:
     }
 
 
-async def drain(server: Server, asked: argparse.Namespace, tokens: int = 150) -> Found:
+async def drain(server: Server, options: argparse.Namespace, tokens: int = 150) -> Found:
     found = await ending(server, tokens, twice=False)
-    told = found["asked after the signal"].get("503 draining", 0) > 0
-    kept = found["complete"] == 16 and found["exit status"] == 0 and found["turned away"] and told
+    turned_away = found["asked after the signal"].get("503 draining", 0) > 0
+    kept = (
+        found["complete"] == 16
+        and found["exit status"] == 0
+        and found["turned away"]
+        and turned_away
+    )
     return found | {"kept": kept}
 
 
-async def twice(server: Server, asked: argparse.Namespace) -> Found:
+async def twice(server: Server, options: argparse.Namespace) -> Found:
     found = await ending(server, 900, twice=True)
     in_time = found["seconds from the signal to the end"] < 5.0
     return found | {"kept": found["exit status"] == 1 and in_time and found["turned away"]}
@@ -308,7 +313,7 @@ async def first_request(server: Server, client: Client) -> dict[str, float]:
     return await at_rest(server, client)
 
 
-async def crowd(server: Server, asked: argparse.Namespace, streams: int = 2000) -> Found:
+async def crowd(server: Server, options: argparse.Namespace, streams: int = 2000) -> Found:
     client = Client("127.0.0.1", server.port)
     before, memory = await first_request(server, client), private_bytes(server.api)
     body = post(prompt="hello", max_tokens=60, stream=True, ignore_eos=True)
@@ -331,7 +336,7 @@ async def crowd(server: Server, asked: argparse.Namespace, streams: int = 2000) 
     }
 
 
-async def leavers(server: Server, asked: argparse.Namespace, requests: int = 10_000) -> Found:
+async def leavers(server: Server, options: argparse.Namespace, requests: int = 10_000) -> Found:
     client, draw = Client("127.0.0.1", server.port), random.Random(5)
     before = await first_request(server, client)
     seen: Counter[str] = Counter()
@@ -427,7 +432,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], bytes], set[int]]] = {
 }
 
 
-async def soak(server: Server, asked: argparse.Namespace) -> Found:
+async def soak(server: Server, options: argparse.Namespace) -> Found:
     client, draw, loop = (
         Client("127.0.0.1", server.port),
         random.Random(1),
@@ -450,12 +455,12 @@ async def soak(server: Server, asked: argparse.Namespace) -> Found:
         outcome = await task
         seen[f"{name} {outcome.status}"] += 1
         if outcome.status not in statuses or not outcome.complete:
-            said = outcome.error or outcome.body[:160].decode(errors="replace")
-            surprises[f"{name}: status {outcome.status}, {said}"] += 1
+            answer_text = outcome.error or outcome.body[:160].decode(errors="replace")
+            surprises[f"{name}: status {outcome.status}, {answer_text}"] += 1
 
     async def load(seconds: float) -> None:
         due, end, sample = loop.time(), loop.time() + seconds, loop.time()
-        while (due := due + draw.expovariate(asked.rate)) < end:
+        while (due := due + draw.expovariate(options.rate)) < end:
             await asyncio.sleep(max(0.0, due - loop.time()))
             if loop.time() >= sample:
                 memory["api"].append(private_bytes(server.api))
@@ -471,11 +476,11 @@ async def soak(server: Server, asked: argparse.Namespace) -> Found:
         if running:
             await asyncio.wait(running, timeout=300)
 
-    await load(min(10.0, asked.seconds / 10))  # what is made once is made
+    await load(min(10.0, options.seconds / 10))  # what is made once is made
     before = await at_rest(server, client)
     for samples in memory.values():
         samples.clear()
-    await load(asked.seconds)
+    await load(options.seconds)
     lost = leaked(before, await at_rest(server, client))
     grown = {}
     for name, samples in memory.items():
@@ -505,22 +510,29 @@ PARTS: dict[str, tuple[Part, float, int, str]] = {
 }
 
 
-def measure(part: str, asked: argparse.Namespace, **sizes: Any) -> Found:
+def measure(part: str, options: argparse.Namespace, **sizes: Any) -> Found:
     """Run one part on a server of its own."""
     work, step_seconds, slots, words = PARTS[part]
     context = 512 if part == "crowd" else 1024
     common = f"--slots {slots} --context {context} {words}".split()
-    if asked.engine_cores:
-        common += ["--cores", asked.engine_cores, "--api-cores", asked.api_cores, "--threads", "1"]
-    if asked.backend == "fake" or part in ("crowd", "leavers"):
+    if options.engine_cores:
+        common += [
+            "--cores",
+            options.engine_cores,
+            "--api-cores",
+            options.api_cores,
+            "--threads",
+            "1",
+        ]
+    if options.backend == "fake" or part in ("crowd", "leavers"):
         model, own = "fake", ["--option", f"step_seconds={step_seconds}"]
     else:
-        model, own = "smollm2-135m", ["--backend", asked.backend, "--format", "Q4_0"]
+        model, own = "smollm2-135m", ["--backend", options.backend, "--format", "Q4_0"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(model, *common, *own, folder=Path(folder), cores=asked.api_cores) as server,
+        serving(model, *common, *own, folder=Path(folder), cores=options.api_cores) as server,
     ):
-        return run(work(server, asked, **sizes))
+        return run(work(server, options, **sizes))
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -532,23 +544,23 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine-cores", default="0")
     parser.add_argument("--api-cores", default="1")
     parser.add_argument("--out", type=Path, help="the numbers as JSON")
-    asked = parser.parse_args(words)
-    if unknown := set(asked.parts) - set(PARTS):
+    options = parser.parse_args(words)
+    if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    return asked
+    return options
 
 
 def main() -> int:
-    asked = arguments()
+    options = arguments()
     found = {}
-    for part in asked.parts or PARTS:
-        found[part] = measure(part, asked)
+    for part in options.parts or PARTS:
+        found[part] = measure(part, options)
         print(f"{part}: {'kept' if found[part]['kept'] else 'MISSED'}")
         for name, value in found[part].items():
             print(f"  {name}: {value:.3g}" if isinstance(value, float) else f"  {name}: {value}")
         sys.stdout.flush()
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
     return 0 if all(one["kept"] for one in found.values()) else 1
 
 

@@ -75,13 +75,15 @@ def plan_of(world: World, seed: int) -> Plan:
     return Plan(campaign, plan.cells, plan.text)
 
 
-def run_once(name: str, seed: int, says_slots: bool) -> End:
+def run_once(name: str, seed: int, reports_slots: bool) -> End:
     """Run `quick` once in a world."""
     world = worlds()[name]
     simulated = Simulated(
         serving=lambda s, at, start: world.serving(s, at, 100 * seed + start),
         policy=None,
-        slots_said=(8 if world.policy is None else world.policy.slots) if says_slots else None,
+        reported_slots=(8 if world.policy is None else world.policy.slots)
+        if reports_slots
+        else None,
         now=float(np.random.default_rng(seed).uniform(0, 3600)),
     )
     began = simulated.now
@@ -105,23 +107,23 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", default=[], help="parts of their names")
     parser.add_argument("--unsaid", action="store_true", help="the server does not say its slots")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    asked = parser.parse_args()
+    options = parser.parse_args()
     names = [
         name
         for name, world in worlds().items()
-        if has_truth(world) and (not asked.worlds or any(one in name for one in asked.worlds))
+        if has_truth(world) and (not options.worlds or any(one in name for one in options.worlds))
     ]
     heads = ("truth/s", "ratio", "near", "covers", "no estimate", "seconds")
     print(f"{'world':32}" + "".join(f"{head:>12}" for head in heads))
     by_world: dict[str, list[End]] = {}
-    with ProcessPoolExecutor(asked.processes) as pool:
+    with ProcessPoolExecutor(options.processes) as pool:
         for name in names:
             ends = by_world[name] = list(
                 pool.map(
                     run_once,
-                    [name] * asked.runs,
-                    range(1, asked.runs + 1),
-                    [not asked.unsaid] * asked.runs,
+                    [name] * options.runs,
+                    range(1, options.runs + 1),
+                    [not options.unsaid] * options.runs,
                 )
             )
             print(f"{name:32}" + "".join(f"{each:>12}" for each in row_of(ends)), flush=True)
@@ -130,49 +132,52 @@ def main() -> None:
 
 def row_of(ends: list[End]) -> tuple[str, ...]:
     """Return the figures of a world."""
-    told = [end for end in ends if end.found.estimated_rate]
+    estimated = [end for end in ends if end.found.estimated_rate]
     return (
         f"{ends[0].truth:.4f}",
-        f"{median(end.ratio for end in told):.2f}" if told else "-",
+        f"{median(end.ratio for end in estimated):.2f}" if estimated else "-",
         f"{sum(end.is_near for end in ends)}/{len(ends)}",
-        f"{sum(end.covers for end in told)}/{len(told)}",
-        str(len(ends) - len(told)),
+        f"{sum(end.covers for end in estimated)}/{len(estimated)}",
+        str(len(ends) - len(estimated)),
         f"{median(end.seconds for end in ends):.0f}",
     )
 
 
 def criteria(by_world: dict[str, list[End]]) -> list[str]:
     """Return a line for each criterion: what is required, what was found, whether it is met."""
-    told = {
+    estimated = {
         name: [end for end in ends if end.found.estimated_rate] for name, ends in by_world.items()
     }
     near = [
-        bool(ends) and abs(median(end.ratio for end in ends) - 1) <= NEAR for ends in told.values()
+        bool(ends) and abs(median(end.ratio for end in ends) - 1) <= NEAR
+        for ends in estimated.values()
     ]
     runs = [end for ends in by_world.values() for end in ends]
-    covered = [end.covers for ends in told.values() for end in ends]
+    covered = [end.covers for ends in estimated.values() for end in ends]
     slowest = max(end.seconds for end in runs)
 
-    def said(what: str, asked: str, found: float, is_met: bool) -> str:
-        return f"{what}: asked {asked}, found {found:.3g}: {'met' if is_met else 'NOT MET'}"
+    def verdict_line(what: str, bound: str, found: float, is_met: bool) -> str:
+        return f"{what}: asked {bound}, found {found:.3g}: {'met' if is_met else 'NOT MET'}"
 
     near_share, covered_share = sum(near) / len(near), sum(covered) / max(1, len(covered))
     all_near = sum(end.is_near for end in runs) / len(runs)
     return [
-        said(
+        verdict_line(
             f"worlds whose median is within {NEAR:.0%}",
             f">= {MIN_NEAR_WORLDS}",
             near_share,
             near_share >= MIN_NEAR_WORLDS,
         ),
-        said(
+        verdict_line(
             f"runs within {NEAR:.0%}",
             f">= {MIN_NEAR_WORLDS}",
             all_near,
             all_near >= MIN_NEAR_WORLDS,
         ),
-        said("intervals cover", f">= {MIN_COVERED}", covered_share, covered_share >= MIN_COVERED),
-        said(
+        verdict_line(
+            "intervals cover", f">= {MIN_COVERED}", covered_share, covered_share >= MIN_COVERED
+        ),
+        verdict_line(
             "most seconds of measuring",
             f"<= {DEFAULT_SECONDS:g}",
             slowest,

@@ -126,8 +126,8 @@ async def under_fire(supervisor: Supervisor, port: int, number: int, rate: float
         if fault is not None and sum(served(one) and one.due > fault for one in ended) >= 3:
             break
     assert fault is not None
-    asked = await asyncio.wait_for(asyncio.gather(*tasks), timeout=30)
-    return judged(asked, fault, supervisor.label)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks), timeout=30)
+    return judged(outcomes, fault, supervisor.label)
 
 
 def served(one: Outcome) -> bool:
@@ -135,14 +135,14 @@ def served(one: Outcome) -> bool:
     return one.complete and one.status == 200
 
 
-def judged(asked: list[Outcome], fault: float, ended_on: str) -> Cost:
+def judged(outcomes: list[Outcome], fault: float, ended_on: str) -> Cost:
     """What the clients saw, in numbers."""
-    before = [one for one in asked if one.due < fault and (one.last or 0.0) > fault]
+    before = [one for one in outcomes if one.due < fault and (one.last or 0.0) > fault]
     unread = [one for one in before if not one.chunks or one.chunks[0] > fault]
-    firsts = [time for one in asked if served(one) for time in one.chunks[:1] if time > fault]
+    firsts = [time for one in outcomes if served(one) for time in one.chunks[:1] if time > fault]
     return Cost(
         first_token_seconds=min(firsts) - fault if firsts else None,
-        refused=sum(one.status in (429, 503) for one in asked if one.due >= fault),
+        refused=sum(one.status in (429, 503) for one in outcomes if one.due >= fault),
         started_again=sum(map(served, unread)),
         lost=sum(not served(one) for one in unread),
         cut_off=sum(not served(one) for one in before if one not in unread),
@@ -150,17 +150,20 @@ def judged(asked: list[Outcome], fault: float, ended_on: str) -> Cost:
     )
 
 
-async def measure(asked: argparse.Namespace) -> dict[str, list[Cost]]:
+async def measure(options: argparse.Namespace) -> dict[str, list[Cost]]:
     found: dict[str, list[Cost]] = {}
-    for _ in range(asked.repeats):
+    for _ in range(options.repeats):
         for way in ("cold", "warm"):
             for fault, number in FAULTS.items():
                 # A death is worth one restart in place, where nobody stands by; a hang falls back
                 # at once.
                 twice = way == "cold" and fault != "stop"
-                async with serving(asked.model, asked.engine_cores, way == "warm") as (it, port):
+                async with serving(options.model, options.engine_cores, way == "warm") as (
+                    it,
+                    port,
+                ):
                     for what in ("in place", "fall back") if twice else ("fall back",):
-                        cost = await under_fire(it, port, number, asked.rate)
+                        cost = await under_fire(it, port, number, options.rate)
                         found.setdefault(f"{fault} {way} {what}", []).append(cost)
                         print(f"{fault} {way} {what}: {cost}", file=sys.stderr, flush=True)
                         await it.wait_ready(60)
@@ -183,9 +186,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--engine-cores", default="0")
     parser.add_argument("--api-cores", default="1")
-    asked = parser.parse_args()
-    os.sched_setaffinity(0, parse_cores(asked.api_cores) or os.sched_getaffinity(0))
-    found = run(measure(asked))
+    options = parser.parse_args()
+    os.sched_setaffinity(0, parse_cores(options.api_cores) or os.sched_getaffinity(0))
+    found = run(measure(options))
     print(f"| fault, standby | {' | '.join(HEADS)} | then on |", "|---" * 8 + "|", sep="\n")
     print(*(row(what, costs) for what, costs in found.items()), sep="\n")
     lost = sum(one.lost for costs in found.values() for one in costs)

@@ -50,7 +50,7 @@ def features(seen: Sequence[StepObservation], more: Callable[[int], list[float]]
 def main(paths: Sequence[str]) -> None:
     errors: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in CANDIDATES}
     for cell in (cell for path in paths for cell in cells_in(Path(path))):
-        fitted = steps_of([*cell.alone, *cell.bursts], cell.policy.slots)
+        fitted = steps_of([*cell.single_streams, *cell.bursts], cell.policy.slots)
         judged = [one for one in steps_of(cell.levels, cell.policy.slots) if one.rows]
         if len(fitted) < MIN_FITTED or len(judged) < MIN_JUDGED:
             continue

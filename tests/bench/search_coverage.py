@@ -115,7 +115,7 @@ def one(name: str, seed: int) -> End:
     if world.has_capacity:
         truth = world.capacity(100 * seed + STARTS if world.start_spread else 1)
         truth_of_minutes = world.met(began, simulated.now, 100 * seed + 1)
-    was_never_quiet = "never quiet" in simulated.said.getvalue()
+    was_never_quiet = "never quiet" in simulated.output.getvalue()
     return End(
         ended.capacity,
         truth,
@@ -213,15 +213,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=24, help="of each world")
     parser.add_argument("--worlds", nargs="+", default=[], help="parts of their names")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print(f"{'world':32} {'truth/s':>8}" + "".join(f"{head:>12}" for head in HEADS))
     by_world: dict[str, list[End]] = {}
-    with ProcessPoolExecutor(asked.processes) as pool:
+    with ProcessPoolExecutor(options.processes) as pool:
         for name, world in worlds().items():
-            if asked.worlds and not any(part in name for part in asked.worlds):
+            if options.worlds and not any(part in name for part in options.worlds):
                 continue
-            jobs = range(1, asked.runs + 1)
-            ends = by_world[name] = list(pool.map(one, [name] * asked.runs, jobs))
+            jobs = range(1, options.runs + 1)
+            ends = by_world[name] = list(pool.map(one, [name] * options.runs, jobs))
             truth = (
                 f"{median(end.truth for end in ends):8.4f}" if world.has_capacity else "    none"
             )

@@ -97,10 +97,10 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout; without it only this one")
     parser.add_argument("--pairs", type=int, default=15, help="runs of each command; at least 2")
     parser.add_argument("--only", default="", help="commands whose name contains this")
-    asked = parser.parse_args()
-    checkouts = [*([asked.before.resolve()] if asked.before else []), HERE]
+    options = parser.parse_args()
+    checkouts = [*([options.before.resolve()] if options.before else []), HERE]
     print(machine_line(machine()))
-    figures = ["before", "now", "now / before"] if asked.before else ["now"]
+    figures = ["before", "now", "now / before"] if options.before else ["now"]
     columns = [f"{kind}: {figure}" for kind in ("wall", "CPU") for figure in figures]
     print(f"| command, s | {' | '.join(columns)} |")
     print("|---" * (1 + len(columns)) + "|")
@@ -110,10 +110,10 @@ def main() -> None:
         commands[READY] = [READY]
         commands["load, 2 s at 5/s, whole"] = ["load", url, "--rate", "5", "--duration", "2"]
         for name, words in commands.items():
-            if asked.only not in name:
+            if options.only not in name:
                 continue
             runs: dict[Path, list[Figures]] = {checkout: [] for checkout in checkouts}
-            for number in range(asked.pairs + 1):
+            for number in range(options.pairs + 1):
                 for checkout in reversed(checkouts) if number % 2 else checkouts:
                     if words == [READY]:
                         with serving(checkout) as (_, found):

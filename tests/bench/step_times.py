@@ -128,11 +128,11 @@ def seconds_of(backend: Backend, case: str) -> float:
             backend.step([Row(0, prompt, 0, True, GREEDY)])
             found.append(time.perf_counter() - before)
         return min(found)
-    held = np.linspace(CONTEXT // 2, CONTEXT * 3 // 2, count).astype(int)
-    for slot, tokens in enumerate(held):
+    contexts = np.linspace(CONTEXT // 2, CONTEXT * 3 // 2, count).astype(int)
+    for slot, tokens in enumerate(contexts):
         backend.step([Row(slot, np.full(tokens, 7, np.int32), 0, False, GREEDY)])
     for step in range(6):
-        rows = [Row(slot, token, int(at) + step, True, GREEDY) for slot, at in enumerate(held)]
+        rows = [Row(slot, token, int(at) + step, True, GREEDY) for slot, at in enumerate(contexts)]
         before = time.perf_counter()
         backend.step(rows)
         found.append(time.perf_counter() - before)

@@ -28,7 +28,7 @@ def test_a_contestant_is_an_engine_and_a_format() -> None:
             servers.parsed(wrong)
 
 
-def test_a_peer_that_is_not_installed_says_how(
+def test_a_missing_peer_is_reported_with_its_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "PEERS", tmp_path)
@@ -72,7 +72,7 @@ def test_big_models_get_one_request_a_stream() -> None:
     assert [requests_of("8b", streams) for streams in (1, 4, 16)] == [2, 4, 16]
 
 
-def test_an_engine_that_dies_says_why() -> None:
+def test_an_engine_that_dies_is_reported_with_its_reason() -> None:
     config = EngineConfig(
         "tests.serving.fakes:Nothing",
         "",

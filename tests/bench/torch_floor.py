@@ -45,46 +45,46 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path, help="keeps every figure as it comes")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        device, copied = pool.submit(copy_rate, asked.device, asked.cores).result()
+        device, copied = pool.submit(copy_rate, options.device, options.cores).result()
     facts = machine("torch", "transformers") | {"device": device, "copy_bytes_per_second": copied}
     print(machine_line(facts), flush=True)
     kept: dict[str, Any] = {}
-    if asked.json is not None and asked.json.exists():
-        kept = json.loads(asked.json.read_text())
+    if options.json is not None and options.json.exists():
+        kept = json.loads(options.json.read_text())
     kept.setdefault("machines", []).append(facts)
-    for model in asked.models:
-        for name, found in measured(model, asked, kept):
+    for model in options.models:
+        for name, found in measured(model, options, kept):
             kept[name] = found
-            if asked.json is not None:
-                asked.json.write_text(json.dumps(kept, indent=1))
+            if options.json is not None:
+                options.json.write_text(json.dumps(kept, indent=1))
             if "step_seconds" in found:
                 print(line(name, found, copied), flush=True)
             else:
                 print(f"{name:32} {json.dumps(found)}", flush=True)
 
 
-def measured(model: str, asked: argparse.Namespace, kept: dict[str, Any]) -> Any:
+def measured(model: str, options: argparse.Namespace, kept: dict[str, Any]) -> Any:
     """Name and figures of each thing that is not kept yet: the load, then the rows."""
-    todo = [rows for rows in asked.rows if f"{model}, {rows} rows" not in kept]
+    todo = [rows for rows in options.rows if f"{model}, {rows} rows" not in kept]
     if not todo:
         return
     config = config_of(
         *(model, "torch", "bf16"),
-        device=asked.device,
-        slots=max(asked.rows),
-        context_tokens=-(-(asked.context + asked.steps) // 64) * 64,
-        threads=len(asked.cores),
+        device=options.device,
+        slots=max(options.rows),
+        context_tokens=-(-(options.context + options.steps) // 64) * 64,
+        threads=len(options.cores),
     )
-    with EngineChild(config, asked.cores) as child:
+    with EngineChild(config, options.cores) as child:
         yield f"{model}, load", {"seconds": child.facts["load_seconds"]}
         for rows in todo:
-            job = {"rows": rows, "context": asked.context}
+            job = {"rows": rows, "context": options.context}
             child.ask("decode", **job, steps=2)  # first touches, graphs
-            took = [child.ask("decode", **job, steps=asked.steps) for _ in range(asked.rounds)]
-            least = floor_bytes(ladder_model(model).spec, rows, asked.context + asked.steps / 2)
-            seconds = statistics.median(took) / asked.steps
+            took = [child.ask("decode", **job, steps=options.steps) for _ in range(options.rounds)]
+            least = floor_bytes(ladder_model(model).spec, rows, options.context + options.steps / 2)
+            seconds = statistics.median(took) / options.steps
             found = {"rows": rows, "step_seconds": seconds, "floor_bytes": least, "rounds": took}
             yield f"{model}, {rows} rows", found
 

@@ -120,14 +120,15 @@ def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:
     campaign, cells = campaign_of(first.manifest)
     slo = campaign.slo
     levels = [one for run in later for one in levels_of(run) if one.rate is not None]
-    told = [one.judge(slo) for one in levels]
+    judgments = [one.judge(slo) for one in levels]
     return Row(
         cell=cells[0].key,
         found=found_in(first),
         truth=truth_of(first, levels, slo, campaign, cells[0]),
         plain=plain_reading(levels, slo),
         levels=[
-            (one.rate or 0.0, j.due, j.share or 0.0) for one, j in zip(levels, told, strict=True)
+            (one.rate or 0.0, j.due, j.share or 0.0)
+            for one, j in zip(levels, judgments, strict=True)
         ],
     )
 
@@ -259,23 +260,25 @@ def main() -> None:
     parser.add_argument(
         "--read", nargs="+", action="append", type=Path, default=[], help="run folders of a cell"
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     rows = []
-    for folders in asked.read:
+    for folders in options.read:
         first, *later = map(read_records, folders)
         rows.append(compared(first, later))
-    if asked.campaign is not None:
+    if options.campaign is not None:
         machine = Machine()
         with Progress() as progress:
             plan = on_this_machine(
-                read_campaign(asked.campaign), machine, machine.facts(), progress
+                read_campaign(options.campaign), machine, machine.facts(), progress
             )
         keys = [cell.key for cell in plan.cells]
-        if not any(part in key for part in asked.cells or [""] for key in keys):
-            raise SystemExit(f"no cell is called {' or '.join(asked.cells)}: {', '.join(keys)}")
+        if not any(part in key for part in options.cells or [""] for key in keys):
+            raise SystemExit(f"no cell is called {' or '.join(options.cells)}: {', '.join(keys)}")
         for cell in plan.cells:
-            if not asked.cells or any(part in cell.key for part in asked.cells):
-                rows.append(measure(plan, cell, asked.out, asked.minutes, asked.level_seconds))
+            if not options.cells or any(part in cell.key for part in options.cells):
+                rows.append(
+                    measure(plan, cell, options.out, options.minutes, options.level_seconds)
+                )
                 print(*shown(rows), sep="\n", flush=True)
     else:
         print(*shown(rows), sep="\n")

@@ -116,7 +116,7 @@ def known(url: str, budget: float, level: float, more: str = "") -> Plan:
 
 
 @pytest.mark.clock
-def test_a_whole_campaign_finds_what_the_known_law_holds(
+def test_a_whole_campaign_finds_the_capacity_of_a_known_step_time_model(
     truth_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
@@ -150,7 +150,7 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
         assert part in out.getvalue(), part
 
 
-def test_an_endpoint_that_fails_in_the_middle_costs_that_level_and_says_so(
+def test_an_endpoint_that_fails_midway_costs_only_that_level_and_is_reported(
     truth_server: Start, tmp_path: Path
 ) -> None:
     url = truth_server(slots=8, fail="status:500", fail_every=3, fail_after=12, case="fails")
@@ -216,8 +216,8 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
         alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
         assert not alive, "its children end with it"
         kept = list(read_records(folder).finished_levels)
-    said = log.read_text().replace("\n", " ")
-    assert f"crossover campaign resume {folder}" in said, "it says how to go on"
+    output = log.read_text().replace("\n", " ")
+    assert f"crossover campaign resume {folder}" in output, "it says how to go on"
     with open(folder / "requests.jsonl", "ab") as file_:
         file_.write(b'{"cell":"cut of')  # what a power cut leaves
     resume(folder, Progress(StringIO()))
@@ -290,7 +290,7 @@ def with_engine(faults: str = "", **changes: str) -> Plan:
     return parse_campaign(text + engine)
 
 
-def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> None:
+def test_another_projects_engine_gets_the_same_requests_as_ours(tmp_path: Path) -> None:
     with Progress(StringIO()) as progress:
         folder = run(with_engine(), tmp_path, progress)
     check_folder(folder)

@@ -36,7 +36,7 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.quiet_machine
 CAMPAIGN = """
 name = "not quiet"
 models = ["135m"]
@@ -100,11 +100,11 @@ def hog(cores: int | None = None) -> int:
 
 
 def measure(out: Path, wait_seconds: float, hardware: str = "") -> tuple[Path, str]:
-    said = StringIO()
+    printed = StringIO()
     text = CAMPAIGN.format(wait=wait_seconds, hardware=hardware)
     plan = parse_campaign(text)
-    with Progress(said, log_interval_seconds=0.5) as progress:
-        return run(plan, out, progress), said.getvalue()
+    with Progress(printed, log_interval_seconds=0.5) as progress:
+        return run(plan, out, progress), printed.getvalue()
 
 
 def wait_for_level(out: Path, number: int) -> None:
@@ -140,7 +140,7 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
 
     disturber = threading.Thread(target=disturb)
     disturber.start()
-    folder, said = measure(tmp_path, 60)
+    folder, output = measure(tmp_path, 60)
     disturber.join()
     check_folder(folder)
     events = read_records(folder).events
@@ -153,7 +153,7 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
     assert of_kind(events, Waited)
     # Which process is named depends on what else runs: the one that took the most.
     assert busy[0] in set.union(*(processes_beside(folder, one.level) for one in lost))
-    assert re.search(rf"disturbed: {DISTURBER}; waiting for an idle machine", said), said
+    assert re.search(rf"disturbed: {DISTURBER}; waiting for an idle machine", output), output
     rates = [
         one.plan.rate
         for one in of_kind(events, LevelStarted)
@@ -165,7 +165,7 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
 def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     busy = hog(1)
     try:
-        folder, said = measure(tmp_path, 3, ONE_CORE)
+        folder, output = measure(tmp_path, 3, ONE_CORE)
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)
@@ -174,4 +174,4 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     assert not ended.capacity.is_confirmed
     (found,) = of_kind(events, NeverQuiet)
     assert busy in processes_beside(folder)
-    assert re.fullmatch(DISTURBER, found.reason) and found.reason in said
+    assert re.fullmatch(DISTURBER, found.reason) and found.reason in output

@@ -75,8 +75,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         try:
             deadline = time.monotonic() + 120
             while not ready.exists():
-                said = (folder / "log").read_text()
-                assert process.poll() is None and time.monotonic() < deadline, said
+                log_text = (folder / "log").read_text()
+                assert process.poll() is None and time.monotonic() < deadline, log_text
                 time.sleep(0.05)
             url = json.loads(ready.read_text())["url"]
             while set(_states(url).values()) != {"ready"}:
@@ -92,11 +92,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize("model", SERVED)
 def test_a_family_chats_whole_streamed_together_and_in_turns(served: Served, model: str) -> None:
     words = "Which of these words is the longest? " * 6
-    alone = served.chat(model, words).choices[0].message.content
+    single = served.chat(model, words).choices[0].message.content
     chunks = served.chat(model, words, stream=True)
-    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == alone
+    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == single
     again = served.chat(model, words)
-    assert again.choices[0].message.content == alone
+    assert again.choices[0].message.content == single
     assert again.usage.prompt_tokens_details.cached_tokens > 40
     with ThreadPoolExecutor(4) as pool:
         texts = [f"{number}: {words}" for number in range(4)]
@@ -105,7 +105,9 @@ def test_a_family_chats_whole_streamed_together_and_in_turns(served: Served, mod
 
 
 @pytest.mark.parametrize("model", SERVED)
-def test_placement_says_the_memory_by_part_and_what_is_reused(served: Served, model: str) -> None:
+def test_placement_lists_the_memory_by_part_and_the_prefix_reuse(
+    served: Served, model: str
+) -> None:
     with urllib.request.urlopen(f"{served.url}/v1/placement?model={model}", timeout=10) as answer:
         found = json.load(answer)
     assert re.match(SERVED[model], found["prefix_reuse"])

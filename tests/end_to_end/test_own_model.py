@@ -61,11 +61,11 @@ def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     campaign.write_text(OWN.format(models=json.dumps(models), cache=tmp_path / "cache"))
     command = [sys.executable, "-m", "crossover", "campaign", "run", campaign, "--out", runs]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 0, said
-    assert "Mine-Q4_1-llama_cpp" in said
-    assert (f"{MODEL}-int8-onnx" in said) is with_folder
-    assert "requests go through the model's chat template" in said
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 0, output
+    assert "Mine-Q4_1-llama_cpp" in output
+    assert (f"{MODEL}-int8-onnx" in output) is with_folder
+    assert "requests go through the model's chat template" in output
     (folder,) = runs.iterdir()
     answers = json.loads(crossover("report", folder, "--json"))["cells"]
     names = ["Mine-Q4_1", MODEL] if with_folder else ["Mine-Q4_1"]

@@ -74,7 +74,7 @@ def client_of(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def asked(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
+def chat(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
     return client.chat.completions.create(
         model=MODEL, messages=messages, temperature=0, **({"max_tokens": 40} | more)
     )
@@ -89,24 +89,27 @@ def url(request: pytest.FixtureRequest, cache: Path) -> Iterator[str]:
 
 def test_it_knows_the_capital_of_france_and_stops_by_itself(url: str) -> None:
     with client_of(url) as client:
-        answer = asked(client, SHORT, FRANCE)
+        answer = chat(client, SHORT, FRANCE)
         assert "Paris" in answer.choices[0].message.content
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.completion_tokens < 40
-        pieces = list(asked(client, SHORT, FRANCE, stream=True))
-    told = [one.choices[0].delta.content or "" for one in pieces if one.choices]
-    assert len([one for one in told if one]) > 3
-    assert "".join(told) == answer.choices[0].message.content
-    assert "<|im_end|>" not in "".join(told)
+        pieces = list(chat(client, SHORT, FRANCE, stream=True))
+    texts = [one.choices[0].delta.content or "" for one in pieces if one.choices]
+    assert len([one for one in texts if one]) > 3
+    assert "".join(texts) == answer.choices[0].message.content
+    assert "<|im_end|>" not in "".join(texts)
 
 
 def test_a_chat_of_three_turns_is_remembered(url: str) -> None:
     turns: list[Any] = [{"role": "user", "content": "My dog is called Max."}]
     with client_of(url) as client:
         for question in ("What is the capital of France?", "What is my dog called?"):
-            said = asked(client, *turns).choices[0].message.content
-            turns += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
-        assert "Max" in asked(client, *turns).choices[0].message.content
+            reply = chat(client, *turns).choices[0].message.content
+            turns += [
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": question},
+            ]
+        assert "Max" in chat(client, *turns).choices[0].message.content
 
 
 def test_an_answer_keeps_to_a_schema(url: str) -> None:
@@ -118,7 +121,7 @@ def test_an_answer_keeps_to_a_schema(url: str) -> None:
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema}}
     with client_of(url) as client:
-        answer = asked(client, FRANCE, response_format=wanted, max_tokens=60)
+        answer = chat(client, FRANCE, response_format=wanted, max_tokens=60)
     found = json.loads(answer.choices[0].message.content)
     assert found["capital"] == "Paris" and isinstance(found["country"], str)
 
@@ -134,7 +137,7 @@ def test_load_is_put_on_it(url: str) -> None:
 @pytest.mark.slow
 def test_four_bits_know_it(cache: Path, safetensors: Path) -> None:
     with served(cache, safetensors, "onnx", "int4") as url, client_of(url) as client:
-        assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
+        assert "Paris" in chat(client, SHORT, FRANCE).choices[0].message.content
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,7 @@ def text(safetensors: Path) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 1)])
-def test_a_format_says_on_text_what_the_floats_say(
+def test_a_weight_format_predicts_text_as_float_weights_do(
     weight_format: str, most: float, cache: Path, safetensors: Path, text: tuple[Any, Any]
 ) -> None:
     """int8 and int4 are the weights that were served."""

@@ -120,17 +120,17 @@ def test_greedy_text_is_that_of_transformers_whole_and_streamed(served: Served) 
 
 
 def test_seeds_choices_and_shapes_of_the_draw(served: Served) -> None:
-    asked = {
+    sampling = {
         "temperature": 1.0,
         "top_p": 0.9,
         "presence_penalty": 0.5,
         "extra_body": {"top_k": 40, "min_p": 0.001, "ignore_eos": True},
     }
-    one = served.complete([5, 6, 7], 12, seed=1, n=3, **asked)
-    again = served.complete([5, 6, 7], 12, seed=1, n=3, **asked)
+    one = served.complete([5, 6, 7], 12, seed=1, n=3, **sampling)
+    again = served.complete([5, 6, 7], 12, seed=1, n=3, **sampling)
     texts = [choice.text for choice in one.choices]
     assert texts == [choice.text for choice in again.choices] and len(set(texts)) == 3
-    assert served.complete([5, 6, 7], 12, seed=2, **asked).choices[0].text != texts[0]
+    assert served.complete([5, 6, 7], 12, seed=2, **sampling).choices[0].text != texts[0]
     only = served.complete([5, 6, 7], 3, logit_bias={"70": 100.0}, logprobs=2)
     assert only.choices[0].text == text_of([70] * 3)
     assert (
@@ -168,7 +168,7 @@ def test_a_grammar_that_does_not_parse_is_a_400_and_the_engine_lives_on(served: 
     assert served.complete("a", 4).usage is not None
 
 
-def test_the_memory_is_told(served: Served) -> None:
+def test_the_memory_is_reported(served: Served) -> None:
     seen = served.placement()
     assert info_of(seen).name == served.name  # what a run writes down
     assert all(seen["memory"]["predicted"][part] > 0 for part in ("weight_bytes", "kv_bytes"))

@@ -74,13 +74,13 @@ class FaultyServer(ReferenceServer):
             return 401, {"error": {"message": "no"}}
         return super().respond(path, headers, body)
 
-    def stream(self, path: str, *asked: Any) -> ReferenceStream:
-        number, body = asked[:2]
+    def stream(self, path: str, *arguments: Any) -> ReferenceStream:
+        number, body = arguments[:2]
         truth = msgspec.structs.replace(self.truth, **body.get("truth", {}))
         is_failing = number > truth.fail_after and number % truth.fail_every == 0
         fields = body.keys() | (body.get("stream_options") or {}).keys()
         fail = "status:400" if fields & set(truth.refuse) else truth.fail if is_failing else ""
-        return FaultyStream(fail, path, truth, *asked)
+        return FaultyStream(fail, path, truth, *arguments)
 
     async def answer(self, stream: ReferenceStream) -> None:
         assert isinstance(stream, FaultyStream)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crossover.models import formatting
 from crossover.models.formatting import GIB, NOT_MEASURED
 
-SAID: dict[str, list[tuple[Any, str]]] = {
+EXPECTED: dict[str, list[tuple[Any, str]]] = {
     "seconds": [
         *((0.0834, "83 ms"), (2.0, "2.0 s"), (0.9999, "1.0 s"), (0.99, "990 ms")),
         *((0.00099, "990 µs"), (59.6, "60 s"), (180, "3.0 min"), (7300, "2.0 h")),
@@ -59,9 +59,9 @@ SAID: dict[str, list[tuple[Any, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_numbers_are_said(name: str) -> None:
-    for given_, text in SAID[name]:
+@pytest.mark.parametrize("name", EXPECTED)
+def test_numbers_are_formatted(name: str) -> None:
+    for given_, text in EXPECTED[name]:
         arguments = given_ if isinstance(given_, tuple) else (given_,)
         assert getattr(formatting, name)(*arguments) == text
 
@@ -87,7 +87,7 @@ def test_a_bound_stays_one_and_is_within_a_digit(value: float, digits: int) -> N
     assert up - down <= 1.0000001 * digit
 
 
-def test_missing_is_said_and_what_is_no_number_refused() -> None:
+def test_missing_values_are_marked_and_non_numbers_refused() -> None:
     for name in ("seconds", "rate", "size", "share", "count"):
         assert getattr(formatting, name)(None) == NOT_MEASURED
     with pytest.raises(ValueError, match="no measured number"):

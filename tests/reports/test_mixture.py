@@ -35,7 +35,7 @@ FOUR_BIT = StepTimeModel(
 )
 
 
-def test_its_law_has_experts_and_the_report_says_what_they_mean(tmp_path: Path) -> None:
+def test_step_times_of_a_mixture_have_experts_and_the_report_explains_them(tmp_path: Path) -> None:
     world = Simulated(
         serving=lambda seed, at, start: KnownServer(EXPERTS_STEP_TIMES.seconds), policy=SETTINGS
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.reports.runs import h200_page, shown_page
-from tests.tools.browser import BROWSER, DARK, LIGHT, asked
+from tests.tools.browser import BROWSER, DARK, LIGHT, run_in_browser
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 
@@ -68,15 +68,15 @@ addEventListener("load", () => {
 
 def seen(script: str, folder: Path, *options: str, width: int = 1400, has_gpu: bool = False) -> Any:
     text = h200_page() if has_gpu else shown_page()
-    return asked(text, EYES % script, folder, *options, width=width)
+    return run_in_browser(text, EYES % script, folder, *options, width=width)
 
 
 def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(
     tmp_path: Path,
 ) -> None:
-    told = seen(SLIDE, tmp_path)
-    before, strict, loose, after = (told[key] for key in ("before", "strict", "loose", "after"))
-    assert told["errors"] == []
+    found = seen(SLIDE, tmp_path)
+    before, strict, loose, after = (found[key] for key in ("before", "strict", "loose", "after"))
+    assert found["errors"] == []
     for one in (strict, loose):
         for part in ("headline", "table", "bars", "says"):
             assert one[part] != before[part], part
@@ -84,7 +84,7 @@ def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(
         assert "Estimated" in one["moved"]
     assert strict["table"] != loose["table"] and strict["bars"] != loose["bars"]
     assert "99 %" in strict["says"] and "80 %" in loose["says"]
-    lattice = told["lattice"]
+    lattice = found["lattice"]
     assert loose["hash"] == "#" + "&".join(
         f"{name}={json.dumps(value)}".removesuffix(".0")
         for name, value in (
@@ -99,11 +99,11 @@ def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(
 def test_the_address_restores_the_sliders_and_nonsense_in_it_is_the_run_s_slo(
     tmp_path: Path,
 ) -> None:
-    told = seen(RESTORE, tmp_path)
-    assert told["errors"] == []
-    assert told["kept"]["says"] == ["500 ms", "100 ms", "95 %"]
-    assert told["kept"]["hash"] == "#ttft=0.5&tpot=0.1&target=0.95"
-    assert told["nonsense"]["moved"] == "This is the SLO of the run."
+    found = seen(RESTORE, tmp_path)
+    assert found["errors"] == []
+    assert found["kept"]["says"] == ["500 ms", "100 ms", "95 %"]
+    assert found["kept"]["hash"] == "#ttft=0.5&tpot=0.1&target=0.95"
+    assert found["nonsense"]["moved"] == "This is the SLO of the run."
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [(LIGHT, False), (DARK, True)])
@@ -111,17 +111,17 @@ def test_the_address_restores_the_sliders_and_nonsense_in_it_is_the_run_s_slo(
 def test_nothing_is_wider_than_the_window(
     width: int, scheme: str, dark: bool, tmp_path: Path
 ) -> None:
-    told = seen(LAY_OUT, tmp_path, scheme, width=width)
-    assert told["errors"] == [] and told["wide"] == []
-    assert told["page"] <= told["window"] <= width
-    assert told["map"] <= told["window"] and told["text"] > 6.5
-    assert (told["paper"] != "rgb(255, 255, 255)") is dark
+    found = seen(LAY_OUT, tmp_path, scheme, width=width)
+    assert found["errors"] == [] and found["wide"] == []
+    assert found["page"] <= found["window"] <= width
+    assert found["map"] <= found["window"] and found["text"] > 6.5
+    assert (found["paper"] != "rgb(255, 255, 255)") is dark
 
 
 def test_sliders_of_a_page_of_two_devices_move_each_by_itself(tmp_path: Path) -> None:
-    told = seen(SLIDE, tmp_path, has_gpu=True)
-    before, strict, loose = (told[key] for key in ("before", "strict", "loose"))
-    assert told["errors"] == [] and told["after"] == before
+    found = seen(SLIDE, tmp_path, has_gpu=True)
+    before, strict, loose = (found[key] for key in ("before", "strict", "loose"))
+    assert found["errors"] == [] and found["after"] == before
     sentence = "Under this SLO the CPU serves %s; this machine's GPU serves up to llama-3.1-8b ("
     assert strict["headline"].startswith(sentence % "none of these models")
     assert loose["headline"].startswith(sentence.split("%s")[0] + "up to llama-3.2-1b (about ")
@@ -135,7 +135,7 @@ def test_sliders_of_a_page_of_two_devices_move_each_by_itself(tmp_path: Path) ->
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_page_of_two_devices_is_no_wider_than_the_window(width: int, tmp_path: Path) -> None:
-    told = seen(LAY_OUT, tmp_path, width=width, has_gpu=True)
-    assert told["errors"] == [] and told["wide"] == []
-    assert told["page"] <= told["window"] <= width
-    assert told["map"] <= told["window"] and told["text"] > 6.5
+    found = seen(LAY_OUT, tmp_path, width=width, has_gpu=True)
+    assert found["errors"] == [] and found["wide"] == []
+    assert found["page"] <= found["window"] <= width
+    assert found["map"] <= found["window"] and found["text"] > 6.5

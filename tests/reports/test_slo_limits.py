@@ -44,7 +44,7 @@ DEMO = ROOT / "docs" / "results" / "demo"
 MODEL = "smollm2-135m"
 WITHOUT = Slo("without limits", target=0.9)
 # Each limit alone, so short that every request misses it.
-ALONE = {name: WITHOUT.with_limits(**{name: 1e-4}) for name in LIMITED_TIMES}
+ONE_LIMIT = {name: WITHOUT.with_limits(**{name: 1e-4}) for name in LIMITED_TIMES}
 
 
 @cache
@@ -161,10 +161,10 @@ def test_every_function_that_takes_an_slo_is_tried_with_each_limit() -> None:
 
 
 @pytest.mark.parametrize("function", ANSWERS)
-def test_each_limit_alone_changes_the_answer(function: str) -> None:
+def test_each_limit_by_itself_changes_the_answer(function: str) -> None:
     answer = ANSWERS[function]
     unlimited = answer(WITHOUT)
-    for name, slo in ALONE.items():
+    for name, slo in ONE_LIMIT.items():
         assert answer(slo) != unlimited, f"{function} ignores {name}"
 
 

@@ -59,7 +59,7 @@ HEADLINE = (
 )
 
 
-def test_the_sentence_says_where_the_cpu_stops_and_that_this_machines_gpu_takes_over() -> None:
+def test_the_headline_states_the_cpus_capacity_and_the_takeover_by_the_own_gpu() -> None:
     data, answers, _ = h200()
     assert headline.headline(answers, data) == HEADLINE
     assert len(HEADLINE.split()) <= 40
@@ -150,8 +150,8 @@ def test_memory_of_a_configuration_is_that_of_its_device() -> None:
         assert cell.memory.predicted_bytes == pytest.approx(predicted, rel=0.002)
         assert cell.memory.measured_bytes == pytest.approx(measured, rel=0.002)
     memory = sections["memory"]
-    said = "llama-3.1-8b bf16 takes 24.09 GiB of GPU memory, where 24.08 GiB was predicted"
-    assert memory.sentence.startswith(f"{said}; it fits in a GPU with 32 GB.")
+    text = "llama-3.1-8b bf16 takes 24.09 GiB of GPU memory, where 24.08 GiB was predicted"
+    assert memory.sentence.startswith(f"{text}; it fits in a GPU with 32 GB.")
     assert "takes 8.23 GiB on the CPU" in memory.sentence
     assert [row[1] for row in memory.table.rows] == ["CPU", "GPU", "CPU", "GPU"]
     assert [row[-1] for row in memory.table.rows if row[1] == "GPU"] == ["+1.3 %", "+0.1 %"]
@@ -166,10 +166,10 @@ def test_memory_has_a_column_for_states_and_buffers_where_placement_predicted_th
     run = tmp_path / "run"
     shutil.copytree(H200_RUN, run)
     journal = run / EVENTS
-    told = '"overhead_bytes":427355136'
-    parts = f'"state_bytes":{3 << 30},"buffer_bytes":{1 << 30},{told}'
-    assert journal.read_text().count(told) == 1
-    journal.write_text(journal.read_text().replace(told, parts))
+    numbers = '"overhead_bytes":427355136'
+    parts = f'"state_bytes":{3 << 30},"buffer_bytes":{1 << 30},{numbers}'
+    assert journal.read_text().count(numbers) == 1
+    journal.write_text(journal.read_text().replace(numbers, parts))
     data = read_report(run)
     section = memory(data, answers_of(data))
     assert section is not None
@@ -194,8 +194,8 @@ def test_energy_is_of_the_device_that_served_and_not_of_a_gpu_that_idles_beside_
     assert (
         "llama-3.1-8b takes 0.12 J on the GPU. On the CPU it was not" in sections["energy"].sentence
     )
-    told = json_and_csv.numbers(data, answers)["answers"][1]["joules_per_token"]
-    assert told["cpu"] is None and told["gpu"] == pytest.approx(0.12, rel=0.1)
+    numbers = json_and_csv.numbers(data, answers)["answers"][1]["joules_per_token"]
+    assert numbers["cpu"] is None and numbers["gpu"] == pytest.approx(0.12, rel=0.1)
 
 
 def test_dollars_a_million_tokens_are_of_each_device_with_a_price() -> None:
@@ -231,12 +231,12 @@ def test_what_was_predicted_of_this_gpu_stands_beside_what_was_measured() -> Non
     "slug",
     ["memory", "prefill-decode", "batch-size", "cost", "energy", "load-times", "host-overhead"],
 )
-def test_every_row_of_a_topic_says_its_device_and_both_are_there(slug: str) -> None:
+def test_every_row_names_its_device_and_both_devices_have_rows(slug: str) -> None:
     section = h200()[2][slug]
     place = section.table.columns.index("device")
     assert {row[place] for row in section.table.rows} == {"CPU", "GPU"}
-    said = section.sentence.replace("NVIDIA H200", "on the GPU")
-    assert not re.search(r"llama-3", said) or re.search(r"on the (CPU|GPU)|GPU memory", said)
+    text = section.sentence.replace("NVIDIA H200", "on the GPU")
+    assert not re.search(r"llama-3", text) or re.search(r"on the (CPU|GPU)|GPU memory", text)
 
 
 def test_the_map_draws_a_measured_gpu_otherwise_than_a_predicted_one() -> None:
@@ -285,21 +285,21 @@ def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_t
     assert "16 cores of an Intel Xeon and NVIDIA H200" in drawn
 
 
-def test_markdown_json_and_csv_say_the_device_of_every_row() -> None:
+def test_markdown_json_and_csv_name_the_device_of_every_row() -> None:
     data, answers, sections = h200()
     text = markdown.markdown(data, answers, list(sections.values()))
     assert text.startswith(f"# {HEADLINE}") and len(text.encode()) <= 6_000
     assert "CPU: 16 cores of an Intel Xeon, price not known; GPU: NVIDIA H200, list price" in text
     assert "| CPU: Confirmed rate |" in text and "| GPU: Confirmed rate |" in text
-    told = json.loads(json_and_csv.as_json(data, answers))
-    assert [(one["model"], one["cpu"], one["gpu"]) for one in told["answers"]] == [
+    numbers = json.loads(json_and_csv.as_json(data, answers))
+    assert [(one["model"], one["cpu"], one["gpu"]) for one in numbers["answers"]] == [
         ("llama-3.2-1b", "llama-3.2-1b-int8-onnx", "llama-3.2-1b-bf16-torch"),
         ("llama-3.1-8b", "llama-3.1-8b-int8-onnx", "llama-3.1-8b-bf16-torch"),
     ]
-    assert [one["device"] for one in told["cells"]] == ["cpu", "gpu", "cpu", "gpu"]
-    assert told["gpu"]["name"] == "NVIDIA H200" and told["gpu"]["count"] == 1
-    assert told["gpu"]["memory_bytes"] == 150754820096
-    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(told["levels"]).decode())))
+    assert [one["device"] for one in numbers["cells"]] == ["cpu", "gpu", "cpu", "gpu"]
+    assert numbers["gpu"]["name"] == "NVIDIA H200" and numbers["gpu"]["count"] == 1
+    assert numbers["gpu"]["memory_bytes"] == 150754820096
+    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(numbers["levels"]).decode())))
     devices = {"onnx": "cpu", "torch": "gpu"}
     assert rows and all(row["device"] == devices[row["backend"]] for row in rows)
     assert {row[1] for row in levels_table(data).rows} == {"CPU", "GPU"}
@@ -326,14 +326,14 @@ def test_a_condition_names_the_device_where_there_are_two() -> None:
     assert check_condition("8b:gpu:confirmed>=23", answers).holds
     assert not check_condition("1b:cpu:capacity>=2", answers).holds
     assert "memory is 24.1" in check_condition("8b:gpu:memory<=32", answers).text
-    for wrong, said in (
+    for wrong, text in (
         (
             "8b:confirmed>=1",
             "Name the device: llama-3.1-8b:cpu:confirmed or llama-3.1-8b:gpu:confirmed",
         ),
         ("8b:tpu:confirmed>=1", "The run has no model '8b:tpu'"),
     ):
-        with pytest.raises(ReportError, match=re.escape(said)):
+        with pytest.raises(ReportError, match=re.escape(text)):
             check_condition(wrong, answers)
     with pytest.raises(ReportError, match="was not measured on the GPU"):
         check_condition("135m:gpu:confirmed>=1", shown()[2])
@@ -346,7 +346,7 @@ def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> Non
     assert again.gpu == h200()[0].gpu
 
 
-def test_compare_takes_devices_apart_and_says_where_it_was_told_not_to(tmp_path: Path) -> None:
+def test_compare_separates_devices_unless_an_option_pairs_them(tmp_path: Path) -> None:
     run = read(H200_RUN)
     assert {facts[3] for facts in run.values} == {"cpu", "gpu"}
     copy = msgspec.structs.replace(run.manifest, run_id="again")
@@ -380,7 +380,7 @@ def planned(model: str, rate: float, **keys: object) -> Plan:
     return make_plan(question, candidates_of(question))
 
 
-def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price() -> None:
+def test_a_plan_offers_cpu_gpu_and_both_and_needs_the_machines_price() -> None:
     made = planned("1b", 1.0)
     mine = {one.title: one for one in made.options if one.kind == "as it is"}
     assert list(mine) == ["your GPU", "your CPU alone", "your CPU, GPU above it"]
@@ -409,22 +409,22 @@ def test_a_machine_that_is_paid_for_costs_its_energy_and_one_with_a_price_that_p
 def test_the_cpu_takes_what_it_serves_and_the_gpu_what_is_above() -> None:
     made = planned("1b", 48.5, is_paid=True)
     both = next(one for one in made.options if one.title == "your CPU, GPU above it")
-    alone = next(one for one in made.options if one.title == "your GPU")
+    gpu_only = next(one for one in made.options if one.title == "your GPU")
     # 47.7/s are confirmed of the GPU, 1.4/s are surely served by the CPU
-    assert (both.certainty, alone.certainty, both.grade) == ("yes", "perhaps", "estimated")
+    assert (both.certainty, gpu_only.certainty, both.grade) == ("yes", "perhaps", "estimated")
 
 
 def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
-    def said(*words: str) -> str:
+    def output(*words: str) -> str:
         done = CliRunner().invoke(cli.app, ["plan", "--model", "8b", "--rate", "20", *words])
         return done.output + str(done.exception or "")
 
     one = ("--run", str(H200_RUN), "--device", "NVIDIA L4")
-    assert "$0 " not in said(*one) and "$5,778" in said(*one)
-    assert "Your GPU (NVIDIA H200) serves" in (text := said(*one, "--price", "2.5"))
+    assert "$0 " not in output(*one) and "$5,778" in output(*one)
+    assert "Your GPU (NVIDIA H200) serves" in (text := output(*one, "--price", "2.5"))
     assert "$1,826 a month, confirmed" in " ".join(text.split())
-    assert "--price -1 must be 0 or more" in said(*one, "--price", "-1")
-    assert "the machine of --run" in said("--price", "1")
+    assert "--price -1 must be 0 or more" in output(*one, "--price", "-1")
+    assert "the machine of --run" in output("--price", "1")
 
 
 def changed(side: str, capacity: Capacity | None) -> list[ModelAnswer]:
@@ -462,8 +462,8 @@ def test_sentences_of_other_outcomes() -> None:
         f"{cpu}serves up to llama-3.1-8b at a confirmed 90 requests/s; {gpu}serves no more: "
         "llama-3.1-8b: 23/s confirmed, about 31/s estimated."
     )
-    alone = [msgspec.structs.replace(one, cpu=None, takeover=None) for one in h200()[1]]
-    assert headline.headline(alone, data) == (
+    gpu_only = [msgspec.structs.replace(one, cpu=None, takeover=None) for one in h200()[1]]
+    assert headline.headline(gpu_only, data) == (
         "NVIDIA H200 serves up to llama-3.1-8b: 23 requests/s, confirmed."
     )
 

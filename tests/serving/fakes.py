@@ -233,18 +233,18 @@ def served(
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
         server = uvicorn.Server(uvicorn.Config(app, **server_options()))
-        started, asked = threading.Event(), asyncio.Event()
+        started, stop_requested = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
         failures: list[BaseException] = []
 
-        async def until_asked() -> (
+        async def run_until_stopped() -> (
             None
         ):  # uvicorn's own loop looks ten times a second whether it shall end: too slow for tests
             loops.append(asyncio.get_running_loop())
             if supervisor is not None:
                 await supervisor.start()
             started.set()
-            await asked.wait()
+            await stop_requested.wait()
             if supervisor is not None:
                 await supervisor.stop(drain=True, timeout_seconds=2.0)
 
@@ -255,7 +255,7 @@ def served(
                 failures.append(problem)
             started.set()
 
-        server.main_loop = until_asked  # type: ignore[method-assign]
+        server.main_loop = run_until_stopped  # type: ignore[method-assign]
         thread = threading.Thread(target=run)
         thread.start()
         started.wait(20)
@@ -266,7 +266,7 @@ def served(
             yield listener.getsockname()[1]
         finally:
             if loops:
-                loops[0].call_soon_threadsafe(asked.set)
+                loops[0].call_soon_threadsafe(stop_requested.set)
             thread.join(15)
             assert not thread.is_alive()
 
@@ -292,10 +292,10 @@ def app_on(
     return App(registry, api_key)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for what another thread does; fails the test when it never does."""
     until = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         assert time.monotonic() < until, "it never happened"
         time.sleep(0.002)
 

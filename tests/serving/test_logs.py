@@ -51,7 +51,7 @@ def test_a_full_disk_raises_nothing() -> None:
         out.detach()
 
 
-def test_the_end_of_a_progress_is_said_once() -> None:
+def test_the_end_of_a_progress_is_printed_once() -> None:
     out = io.StringIO()
     log = ConsoleLog(out)
     for fraction in (0.0, 0.4, 1.0, 1.0, 1.0):

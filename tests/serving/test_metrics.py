@@ -12,7 +12,7 @@ from crossover.serving.metrics import Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, scraped, served
 
 
-def test_buckets_hold_their_bound_and_every_step_is_counted(supervisor: FakeSupervisor) -> None:
+def test_buckets_include_their_bound_and_every_step_is_counted(supervisor: FakeSupervisor) -> None:
     server = ServerMetrics()
     metrics = Metrics(server, "m", supervisor)
     for value in (0.001, 0.0025, 0.003, 1e9):
@@ -122,7 +122,7 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found
 
 
-def test_several_models_share_families_and_are_told_apart_by_a_label() -> None:
+def test_several_models_share_metric_families_and_differ_by_a_label() -> None:
     server = ServerMetrics()
     one, two = (Metrics(server, name, FakeSupervisor()) for name in ("one", "two"))
     one.ttft.observe(0.1)

@@ -71,7 +71,7 @@ def test_every_option_of_a_model_is_set_by_a_models_file(
 ) -> None:
     value = another(field)
     toml = json.dumps(value) if not isinstance(value, dict) else '{a = 1, b = "true", c = [1.5]}'
-    (from_file,) = asked(tmp_path, f"[[model]]\nsource = 'fake'\n{field.name} = {toml}")
+    (from_file,) = parse_models(tmp_path, f"[[model]]\nsource = 'fake'\n{field.name} = {toml}")
     assert getattr(from_file, field.name) == value
 
 
@@ -98,7 +98,7 @@ def test_defaults_are_those_of_the_classes_that_the_options_become() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--slots 0", "--slots must be at least 1, got 0"),
         ("--port 70000", "--port must be at most 65535, got 70000"),
@@ -107,9 +107,9 @@ def test_defaults_are_those_of_the_classes_that_the_options_become() -> None:
         ("--replicas 2", "--replicas 2 needs --on ray"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, said: str) -> None:
+def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, message: str) -> None:
     done = CliRunner().invoke(serve, ["fake", *words.split()])
-    assert isinstance(done.exception, ServingError) and str(done.exception) == said
+    assert isinstance(done.exception, ServingError) and str(done.exception) == message
 
 
 def test_the_help_page_shows_square_brackets_and_choices_are_kept() -> None:
@@ -128,7 +128,7 @@ def test_a_size_that_an_engine_cannot_have_is_refused_by_name(field: str) -> Non
     assert refused.value.parameter == field
 
 
-def asked(
+def parse_models(
     folder: Path, content: str | None = None, *sources: str, **options: Any
 ) -> tuple[ModelOptions, ...]:
     if content is not None:
@@ -150,7 +150,7 @@ def test_a_models_file_overrides_the_command_line_key_by_key(tmp_path: Path) -> 
     [[model]]
     source = "360m"
     """
-    first, second, third = asked(tmp_path, content, "1b", slots=4, options={"mlock": True})
+    first, second, third = parse_models(tmp_path, content, "1b", slots=4, options={"mlock": True})
     assert [one.source for one in (first, second, third)] == ["1b", "135m", "360m"]
     assert (second.name, second.policy, second.load) == ("small", Policy.gpu_only, "demand")
     assert (second.slots, second.idle_unload_seconds) == (4, 60.0)
@@ -159,11 +159,11 @@ def test_a_models_file_overrides_the_command_line_key_by_key(tmp_path: Path) -> 
 
 
 def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
-    assert asked(tmp_path, None, "135m", served_name="chat")[0].name == "chat"
+    assert parse_models(tmp_path, None, "135m", served_name="chat")[0].name == "chat"
     with pytest.raises(
         ServingError, match="--served-name can name only one model, but 2 are served"
     ):
-        asked(tmp_path, None, "135m", "360m", served_name="chat")
+        parse_models(tmp_path, None, "135m", "360m", served_name="chat")
 
 
 @pytest.mark.parametrize(
@@ -187,20 +187,20 @@ def test_a_wrong_models_file_is_refused_with_the_key_and_the_place(
     tmp_path: Path, entry: str, message: str
 ) -> None:
     with pytest.raises(ServingError, match=f"--models-file .*{message}"):
-        asked(tmp_path, f"[[model]]\nsource = 'fake'\n{entry}")
+        parse_models(tmp_path, f"[[model]]\nsource = 'fake'\n{entry}")
 
 
-def test_what_names_no_model_is_said_to_be_so(tmp_path: Path) -> None:
+def test_a_source_that_names_no_model_is_refused(tmp_path: Path) -> None:
     for content in ("", "model = 'fake'", "model = []"):
         with pytest.raises(ServingError, match="--models-file .*model"):
-            asked(tmp_path, content)
+            parse_models(tmp_path, content)
     for content in ("x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000, "\0"):
         with pytest.raises(ServingError, match="--models-file "):
-            asked(tmp_path, content)
+            parse_models(tmp_path, content)
     with pytest.raises(ServingError, match="no-such.toml cannot be read: No such file"):
-        asked(tmp_path, models_file=str(tmp_path / "no-such.toml"))
+        parse_models(tmp_path, models_file=str(tmp_path / "no-such.toml"))
     with pytest.raises(ServingError, match="There is no model to serve"):
-        asked(tmp_path)
+        parse_models(tmp_path)
 
 
 def test_a_models_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

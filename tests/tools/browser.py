@@ -26,15 +26,17 @@ onmessage = (event) => {
   document.body.append(answer);
 };
 </script>"""
-TELL = "<script>const tell = (found) => parent.postMessage(JSON.stringify(found), '*');</script>"
+SEND_RESULT = (
+    "<script>const tell = (found) => parent.postMessage(JSON.stringify(found), '*');</script>"
+)
 
 
-def asked(
+def run_in_browser(
     page: str, script: str, folder: Path, *options: str, width: int = 390, seconds: int = 240
 ) -> Any:
     """`script`: HTML for the page's end, which calls `tell`; `folder` takes page and profile."""
     before, end, after = page.rpartition("</body>")  # Vega's code holds one too
-    (folder / "page.html").write_text(before + TELL + script + end + after)
+    (folder / "page.html").write_text(before + SEND_RESULT + script + end + after)
     (folder / "frame.html").write_text(FRAME % width)
     command = [
         *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),

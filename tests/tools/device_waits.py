@@ -82,7 +82,7 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
     backend._model, backend._logits, backend._device = model, logits, META
     backend._lengths = [20] * 8
     graphs = Graphs(is_capturing=False)
-    backend._graphs = StepGraphs(model, logits, 64, graphs, lambda *said: None)
+    backend._graphs = StepGraphs(model, logits, 64, graphs, lambda *arguments: None)
     backend._sampler = DeviceSampler(META, logits, graphs)
     backend._is_gpu, backend._device_sampling = False, True
     one, drawn = np.ones(1, np.int32), np.array([PLACEHOLDER], np.int32)

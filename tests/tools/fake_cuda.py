@@ -213,14 +213,14 @@ def flash(
     sums = torch.zeros(query.shape[1], len(query))
     for index in range(count):
         first, last = int(starts_q[index]), int(starts_q[index + 1])
-        begin, held = int(starts_k[index]), int(seqused_k[index])
-        assert last - first <= most_q and held <= most_k and begin + held <= len(key)
-        keys = key[begin : begin + held].float().repeat_interleave(shared, 1)
-        values = value[begin : begin + held].float().repeat_interleave(shared, 1)
+        begin, cached = int(starts_k[index]), int(seqused_k[index])
+        assert last - first <= most_q and cached <= most_k and begin + cached <= len(key)
+        keys = key[begin : begin + cached].float().repeat_interleave(shared, 1)
+        values = value[begin : begin + cached].float().repeat_interleave(shared, 1)
         scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
         if causal:
-            offset = held - (last - first)
-            allowed = torch.ones(last - first, held, dtype=torch.bool).tril(offset)
+            offset = cached - (last - first)
+            allowed = torch.ones(last - first, cached, dtype=torch.bool).tril(offset)
             scores = scores.masked_fill(~allowed, float("-inf"))
         weights = scores.softmax(-1).nan_to_num(0.0)  # without keys: zeros
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)

@@ -51,7 +51,7 @@ class Fork:
     def wait(self) -> int:
         """The exit status, or minus the signal's number."""
         if self._returned is None:
-            self._returned = _told(self._status)
+            self._returned = _status_from(self._status)
         return self._returned
 
 
@@ -78,7 +78,7 @@ class Forks:
         wide = {"COLUMNS": "200", "NO_COLOR": "1", **environment}
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as error:
             outputs = output.fileno(), error.fileno()
-            status = _told(self._start(program, arguments, wide, outputs)[1])
+            status = _status_from(self._start(program, arguments, wide, outputs)[1])
             output.seek(0)
             error.seek(0)
             return subprocess.CompletedProcess(arguments, status, output.read(), error.read())
@@ -137,7 +137,7 @@ def forked_engines() -> Iterator[Forks]:
         forks.close()
 
 
-def _told(status: int) -> int:
+def _status_from(status: int) -> int:
     with os.fdopen(status, "rb") as pipe:  # nothing: who would have said it was killed too
         return int(pipe.read() or -signal.SIGKILL)
 
@@ -162,9 +162,9 @@ def _serve(control: socket.socket) -> None:
         if not head:
             return
         head += _exactly(control, 4 - len(head))
-        asked = json.loads(_exactly(control, int.from_bytes(head, "big")))
+        request = json.loads(_exactly(control, int.from_bytes(head, "big")))
         if os.fork() == 0:
-            _mind(control, descriptors, *asked)
+            _mind(control, descriptors, *request)
         for one in descriptors:
             os.close(one)
 

@@ -95,8 +95,8 @@ def accelerator_seconds(v: Columns, f: Columns) -> Array:
     queue = (f["streams"] / running - 1) * (one + f["output"] * tpot)
     ttft = v["t0"] + one * (v["s"] + (running + 1) / (2 * v["k"])) + queue
     rows = f["rows"]
-    said = [accelerator_decode(v, f, rows), accelerator_prefill(v, f, rows), tpot, ttft]
-    return np.choose(f["metric"].astype(int), said)
+    predictions = [accelerator_decode(v, f, rows), accelerator_prefill(v, f, rows), tpot, ttft]
+    return np.choose(f["metric"].astype(int), predictions)
 
 
 class Problem:

@@ -40,7 +40,7 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
     machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
     service = Service(machine, cell.spec, cell.weight_format, cell.traffic)
-    alone = simulation_of(service, EXPECTED_STEPS).unloaded()
+    single_stream = simulation_of(service, EXPECTED_STEPS).unloaded()
     name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
     found, like = cell.capacity, cell.unit_rate
     rows = [
@@ -52,8 +52,8 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
         )
     ]
     for what, values, measured in (
-        ("TTFT, single request", alone.ttft, cell.single_stream.ttft_seconds),
-        ("TPOT, single request", alone.tpot, cell.single_stream.tpot_seconds),
+        ("TTFT, single request", single_stream.ttft, cell.single_stream.ttft_seconds),
+        ("TPOT, single request", single_stream.tpot, cell.single_stream.tpot_seconds),
     ):
         middle = float(np.nanmedian(values))
         if measured:

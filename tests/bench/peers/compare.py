@@ -103,10 +103,10 @@ class Rows:
         self._keys.add(row.key)
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
-        print(told(row), flush=True)
+        print(row_text(row), flush=True)
 
 
-def told(row: Measured) -> str:
+def row_text(row: Measured) -> str:
     """A row for people."""
     head = f"{row.model:13} {row.streams:3} streams, round {row.round + 1}: {row.contestant:24}"
     if row.error:
@@ -184,34 +184,38 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = arguments()
+    options = arguments()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C does
     facts = machine("llama-cpp-python", "onnxruntime", "torch")
     print(machine_line(facts))
     present = []
-    for contestant in asked.named:
+    for contestant in options.named:
         if (why := missing(contestant)) is None:
             present.append(contestant)
         else:
             print(f"{contestant.name}: {why}")
-    rows = Rows(asked.json)
-    for model in asked.models:
-        only = None if asked.contestants else OF_THE_BIG.get(model)
+    rows = Rows(options.json)
+    for model in options.models:
+        only = None if options.contestants else OF_THE_BIG.get(model)
         chosen = [one for one in present if only is None or one.name in only]
-        for group, first in enumerate(range(0, asked.rounds, asked.together or 1)):
-            numbers = range(first, min(first + (asked.together or 1), asked.rounds))
+        for group, first in enumerate(range(0, options.rounds, options.together or 1)):
+            numbers = range(first, min(first + (options.together or 1), options.rounds))
             starting = in_turn(chosen, group)
-            for running in [starting] if asked.together else [[one] for one in starting]:
-                measure(running, model, numbers, asked, rows, facts)
-    like = [row for row in rows.rows if row.asked == settings(asked)]
-    print(*table(like, [one.name for one in asked.named], asked.models), sep="\n")
+            for running in [starting] if options.together else [[one] for one in starting]:
+                measure(running, model, numbers, options, rows, facts)
+    like = [row for row in rows.rows if row.asked == settings(options)]
+    print(*table(like, [one.name for one in options.named], options.models), sep="\n")
 
 
-def settings(asked: argparse.Namespace) -> dict[str, Any]:
+def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What rows must have in common to stand in one table."""
     names = ("prompt", "output", "spread", "temperature", "seconds", "engine_cores", "option")
-    together = {"together": asked.together} if asked.together else {}
-    return {name: getattr(asked, name) for name in names} | {"slots": max(asked.streams)} | together
+    together = {"together": options.together} if options.together else {}
+    return (
+        {name: getattr(options, name) for name in names}
+        | {"slots": max(options.streams)}
+        | together
+    )
 
 
 def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
@@ -223,7 +227,7 @@ def not_measured(
     contestant: Contestant,
     model: str,
     number: int,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     rows: Rows,
     facts: dict[str, Any],
 ) -> list[Measured]:
@@ -234,22 +238,22 @@ def not_measured(
         model=model,
         streams=0,
         round=number,
-        asked=settings(asked),
+        asked=settings(options),
         machine=facts,
     )
-    each = [msgspec.structs.replace(base, streams=streams) for streams in asked.streams]
+    each = [msgspec.structs.replace(base, streams=streams) for streams in options.streams]
     return [row for row in each if not rows.has(row)]
 
 
-def setup_of(model: str, asked: argparse.Namespace) -> Setup:
-    longest = round(asked.output * (1 + asked.spread))
+def setup_of(model: str, options: argparse.Namespace) -> Setup:
+    longest = round(options.output * (1 + options.spread))
     return Setup(
         model,
-        max(asked.streams),
-        -(-(asked.prompt + 32 + longest) // 128) * 128,
-        tuple(asked.engine_cores),
-        tuple(asked.client_cores),
-        tuple(asked.option),
+        max(options.streams),
+        -(-(options.prompt + 32 + longest) // 128) * 128,
+        tuple(options.engine_cores),
+        tuple(options.client_cores),
+        tuple(options.option),
     )
 
 
@@ -257,14 +261,14 @@ def measure(
     contestants: list[Contestant],
     model: str,
     numbers: range,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     rows: Rows,
     facts: dict[str, Any],
 ) -> None:
     """Start the contestants, in this order, and measure what the rounds `numbers` lack, while all
     of them run. The first failure of a contestant is a row, and the others go on."""
     todo = {
-        (number, contestant): not_measured(contestant, model, number, asked, rows, facts)
+        (number, contestant): not_measured(contestant, model, number, options, rows, facts)
         for number in numbers
         for contestant in in_turn(contestants, number - numbers.start)
     }
@@ -285,21 +289,21 @@ def measure(
             if not cells:
                 continue
             try:
-                setup = setup_of(model, asked)
+                setup = setup_of(model, options)
                 server = stack.enter_context(started(contestant, setup, logs[contestant]))
                 few = prompts(server.tokenizer_path, 2, 32, 0)  # a warm-up
                 closed_loop(server.url, few, [8, 8], 1, model)
                 servers[contestant] = server
             except (RuntimeError, OSError) as problem:
                 fail(cells[0], contestant, problem)
-        stack.enter_context(client_on(asked.client_cores))
-        for streams in asked.streams:  # a pair's measurements follow each other
+        stack.enter_context(client_on(options.client_cores))
+        for streams in options.streams:  # a pair's measurements follow each other
             for (_, contestant), cells in todo.items():
                 for row in cells:
                     if row.streams != streams or contestant not in servers:
                         continue
                     try:
-                        figures = once(servers[contestant], row, asked)
+                        figures = once(servers[contestant], row, options)
                         rows.add(msgspec.structs.replace(row, figures=figures))
                     except (RuntimeError, OSError) as problem:
                         fail(row, contestant, problem)
@@ -321,17 +325,17 @@ def client_on(cores: Sequence[int]) -> Iterator[None]:
             os.sched_setscheduler(0, *before[1:])
 
 
-def once(server: Server, row: Measured, asked: argparse.Namespace) -> Any:
+def once(server: Server, row: Measured, options: argparse.Namespace) -> Any:
     """One closed loop, with prompts that the server has not seen; the same for all of a round."""
     count = requests_of(row.model, row.streams)
-    texts = prompts(server.tokenizer_path, count, asked.prompt, 100_000 * row.streams + row.round)
-    least, most = (round(asked.output * (1 + sign * asked.spread)) for sign in (-1, 1))
+    texts = prompts(server.tokenizer_path, count, options.prompt, 100_000 * row.streams + row.round)
+    least, most = (round(options.output * (1 + sign * options.spread)) for sign in (-1, 1))
     lengths = random.Random(row.round).choices(range(least, most + 1), k=count)
     before = cpu_seconds(server.process)
     result = closed_loop(
         *(server.url, texts, lengths, row.streams, row.model),
-        most_seconds=asked.seconds,
-        temperature=asked.temperature,
+        most_seconds=options.seconds,
+        temperature=options.temperature,
     )
     used = cpu_seconds(server.process) - before
     tokens = result.output_tokens_per_second * result.seconds

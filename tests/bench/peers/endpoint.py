@@ -43,10 +43,10 @@ class OpenVino:
     def add(self, ids, tokens):
         import openvino
 
-        asked = self._library.GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
-        asked.do_sample = False
+        turn = self._library.GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
+        turn.do_sample = False
         self._ids += 1
-        handle = self._pipe.add_request(self._ids, openvino.Tensor(np.array([ids])), asked)
+        handle = self._pipe.add_request(self._ids, openvino.Tensor(np.array([ids])), turn)
         self._running.append(handle)
         return handle
 
@@ -77,32 +77,32 @@ class OnnxRuntime:
         most = self._library.RequestOptions()
         most.set_max_session_tokens(len(ids) + tokens)
         request = self._engine.create_request(options=most)
-        asked = self._library.TurnOptions(request)
-        asked.set_do_sample(False)
-        asked.set_min_generated_tokens(tokens)
-        asked.set_max_generated_tokens(tokens)
-        request.begin_turn(np.array(ids, np.int32), asked)
+        turn = self._library.TurnOptions(request)
+        turn.set_do_sample(False)
+        turn.set_min_generated_tokens(tokens)
+        turn.set_max_generated_tokens(tokens)
+        request.begin_turn(np.array(ids, np.int32), turn)
         return request
 
     def step(self):
         flags = self._library.EngineEventFlags
         for event in self._engine.run(self._events):
-            said = int(event.flags)
-            if said & int(flags.FAILED):
+            event_flags = int(event.flags)
+            if event_flags & int(flags.FAILED):
                 raise RuntimeError(f"the engine failed: {event.error_code}")
-            yield event.request, [event.token] if said & int(flags.TOKEN) else []
-            if said & int(flags.TURN_FINISHED):
+            yield event.request, [event.token] if event_flags & int(flags.TOKEN) else []
+            if event_flags & int(flags.TURN_FINISHED):
                 event.request.close()
 
 
-def drive(engine, asked):
+def drive(engine, requests):
     """Takes (ids, tokens, tell) from the queue `asked`; tells each request its new tokens."""
     open_, handles = {}, {}  # by id of the handle: how it is told, and what it still has to get
     while True:
-        while not open_ or not asked.empty():
-            ids, tokens, tell = asked.get()
+        while not open_ or not requests.empty():
+            ids, tokens, deliver = requests.get()
             handle = engine.add(ids, tokens)
-            open_[id(handle)], handles[id(handle)] = [tell, tokens], handle
+            open_[id(handle)], handles[id(handle)] = [deliver, tokens], handle
         for handle, found in engine.step():
             if (one := open_.get(id(handle))) is not None:
                 one[0](found)
@@ -111,16 +111,18 @@ def drive(engine, asked):
                     del open_[id(handle)], handles[id(handle)]
 
 
-def app(tokenizer, asked):
+def app(tokenizer, requests):
     async def completions(request):
-        body, loop, told = await request.json(), asyncio.get_running_loop(), asyncio.Queue()
+        body, loop, new_tokens = await request.json(), asyncio.get_running_loop(), asyncio.Queue()
         ids, tokens = tokenizer.encode(body["prompt"]).ids, body["max_tokens"]
-        asked.put((ids, tokens, lambda new: loop.call_soon_threadsafe(told.put_nowait, new)))
+        requests.put(
+            (ids, tokens, lambda new: loop.call_soon_threadsafe(new_tokens.put_nowait, new))
+        )
 
         async def events():
             left = tokens
             while left > 0:
-                new = await told.get()
+                new = await new_tokens.get()
                 left -= len(new)
                 end = None if left > 0 else "length"
                 text = tokenizer.decode(new, skip_special_tokens=False)
@@ -145,14 +147,14 @@ def main():
     kind, folder, port, slots, context, *cores = sys.argv[1:]
     engine_cores, http_cores = ([int(core) for core in each.split(",")] for each in cores)
     kinds = {"openvino-genai": OpenVino, "onnxruntime-genai": OnnxRuntime}
-    asked, loaded = queue.Queue(), threading.Event()
+    requests, loaded = queue.Queue(), threading.Event()
 
     def work():
         try:
             os.sched_setaffinity(0, engine_cores)  # threads that the engine starts take it over
             engine = kinds[kind](folder, int(slots), int(context), len(engine_cores))
             loaded.set()
-            drive(engine, asked)
+            drive(engine, requests)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # or the requests would wait for ever
@@ -161,7 +163,7 @@ def main():
     loaded.wait()
     os.sched_setaffinity(0, http_cores)
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    uvicorn.run(app(tokenizer, asked), host="127.0.0.1", port=int(port), log_level="warning")
+    uvicorn.run(app(tokenizer, requests), host="127.0.0.1", port=int(port), log_level="warning")
 
 
 if __name__ == "__main__":

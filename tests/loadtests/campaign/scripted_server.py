@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(status, texts.get(self.path, ""))
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/completions":
             return self.answer(404, "")
         SERVED.append(1)
@@ -47,11 +47,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         with SLOTS:
-            for number in range(asked["max_tokens"]):
+            for number in range(body["max_tokens"]):
                 time.sleep(TOKEN_SECONDS)
                 self.event({"choices": [{"index": 0, "text": "ab "}], "usage": usage(number + 1)})
         last = {"index": 0, "text": "", "finish_reason": "length"}
-        self.event({"choices": [last], "usage": usage(asked["max_tokens"])})
+        self.event({"choices": [last], "usage": usage(body["max_tokens"])})
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 

@@ -135,7 +135,7 @@ class Simulated:
     policy: SchedulerSettings | None = SchedulerSettings(
         slots=8, step_tokens=2048, step_seconds_target=None
     )
-    slots_said: int | None = None  # by a server that says its slots and nothing else
+    reported_slots: int | None = None  # by a server that says its slots and nothing else
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
     fate: Callable[[CellState, str], None] = lambda state, level: None
@@ -148,18 +148,18 @@ class Simulated:
     taken: Callable[[float, float], float] | None = None  # seconds between two moments, as hog
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
-    said: StringIO = field(default_factory=StringIO)
+    output: StringIO = field(default_factory=StringIO)
 
     @property
     def world(self) -> Dependencies:
         return Dependencies(MadeUp(self.facts, self.trouble), self.open, lambda: self.now)
 
     def run(self, plan: Plan, out: Path) -> Path:
-        progress = Progress(self.said)
+        progress = Progress(self.output)
         return run(plan, out, progress, command=["test"], dependencies=self.world)
 
     def resume(self, folder: Path, *, confirm: bool = False, trust: bool = False) -> Path:
-        progress = Progress(self.said)
+        progress = Progress(self.output)
         return resume(folder, progress, confirm=confirm, trust=trust, dependencies=self.world)
 
     @contextlib.contextmanager
@@ -202,8 +202,8 @@ class Simulated:
 
 class Bench(ServerBench):
     def __init__(self, world: Simulated, state: CellState) -> None:
-        super().__init__(state, Progress(world.said))
-        self.world, self.policy, self.slots = world, world.policy, world.slots_said
+        super().__init__(state, Progress(world.output))
+        self.world, self.policy, self.slots = world, world.policy, world.reported_slots
 
     def measure(self, name: str, plan: LevelPlan, *, counts_slight: bool = False) -> Level:
         world, state = self.world, self.state
@@ -257,9 +257,11 @@ class Bench(ServerBench):
             return self._one_by_one(server, name, plan)
         seconds = plan.duration_seconds
         due = due_times(state.campaign.arrivals, plan.rate, seconds, plan.seed).tolist()
-        asks = draw(workload, len(due), plan.seed)
-        prompts = [ask.prompt_tokens for ask in asks]
-        return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
+        requests = draw(workload, len(due), plan.seed)
+        prompts = [request.prompt_tokens for request in requests]
+        return server.records(
+            due, prompts, [request.output_tokens for request in requests], None, *named
+        )
 
     def _conversations(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         """As the load generator has them: at a rate, or one after the other without thinking."""
@@ -277,12 +279,12 @@ class Bench(ServerBench):
 
     def _one_by_one(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
-        asks = draw(state.campaign.workload, plan.requests or 1, plan.seed)
-        for index, ask in enumerate(asks):
+        requests = draw(state.campaign.workload, plan.requests or 1, plan.seed)
+        for index, request in enumerate(requests):
             if at >= plan.window_seconds:
                 break
             (one,) = server.records(
-                [at], [ask.prompt_tokens], [ask.output_tokens], cell=state.key, level=name
+                [at], [request.prompt_tokens], [request.output_tokens], cell=state.key, level=name
             )
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at

@@ -90,7 +90,7 @@ def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             'name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"',
@@ -100,9 +100,11 @@ def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
         (with_engine(command="vllm \u202e {port}"), r"uses vllm \ufffd \{port\}. .* --trust"),
     ],
 )
-def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: str) -> None:
+def test_a_campaign_file_runs_no_command_unless_the_command_line_allows_it(
+    text: str, message: str
+) -> None:
     """Its file may be somebody else's: no key is sent, and no code runs, on its word alone."""
-    with pytest.raises(BadCampaign, match=said):
+    with pytest.raises(BadCampaign, match=message):
         check_trust(parse_campaign(text).campaign)
     check_trust(parse_campaign(ONE).campaign)
 
@@ -164,7 +166,7 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
+def test_an_error_names_the_place_in_the_file(text: str, message: str) -> None:
     with pytest.raises(BadCampaign, match=message):
         parse_campaign(text)
 
@@ -200,7 +202,7 @@ def test_code_that_a_campaign_names_is_not_imported_before_it_is_trusted(
     assert "unknown_code" not in sys.modules
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     text = """
     name = 3
     budget_seconds = -1
@@ -289,7 +291,7 @@ workload = {{ preset = "chat", max_prompt_tokens = 512, max_output_tokens = 256 
 """
 
 
-def test_it_parses_and_says_nothing_but_the_defaults() -> None:
+def test_the_commented_campaign_parses_and_states_only_defaults() -> None:
     done = CliRunner().invoke(campaign, ["init"])
     assert done.exit_code == 0 and done.output == campaign_template()
     written, minimal = parse_campaign(done.output), parse_campaign(MINIMAL)
@@ -299,7 +301,7 @@ def test_it_parses_and_says_nothing_but_the_defaults() -> None:
 # What the command line says before anything is started.
 
 
-def test_a_command_is_said_and_not_run(tmp_path: Path) -> None:
+def test_a_command_is_shown_and_not_run(tmp_path: Path) -> None:
     file, out, flag = tmp_path / "c.toml", tmp_path / "runs", tmp_path / "started"
     file.write_text(with_engine(command=f"touch {flag} {{port}}"))
     refused = CliRunner().invoke(campaign, ["run", str(file), "--out", str(out)])
@@ -307,7 +309,7 @@ def test_a_command_is_said_and_not_run(tmp_path: Path) -> None:
     assert not flag.exists() and not out.exists()
 
 
-def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
+def test_resume_needs_permission_for_a_command_again(tmp_path: Path) -> None:
     """The command that would run is the one in the run folder, which may be somebody else's."""
     with new_run(tmp_path, parse_campaign(with_engine()), hardware_facts(), ()) as opened:
         done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
@@ -403,7 +405,7 @@ def test_conversations_go_by_the_chat_route_and_are_cut_at_the_servers_context()
 
 
 @pytest.mark.parametrize(
-    ("workload", "more", "said"),
+    ("workload", "more", "message"),
     [
         ("turns = 0\npreset = 'chat'", "", "workload.turns"),
         (f"{TALK}think_seconds = -1", "", "workload.think_seconds"),
@@ -417,10 +419,10 @@ def test_conversations_go_by_the_chat_route_and_are_cut_at_the_servers_context()
         (TALK, "slo = { e2e = 3 }", "e2e"),
     ],
 )
-def test_what_cannot_be_of_conversations_is_said_by_key(workload, more, said):
+def test_keys_that_conversations_cannot_have_are_refused_by_name(workload, more, message):
     with pytest.raises(BadCampaign) as problem:
         parse_campaign(with_workload(workload, more))
-    assert said in str(problem.value)
+    assert message in str(problem.value)
 
 
 def test_limits_of_the_slo_are_joined_in_any_number():

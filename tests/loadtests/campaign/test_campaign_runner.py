@@ -93,7 +93,7 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
 
     world = Simulated(fate=fate)
     folder = world.run(campaign(1800, models=TWO), tmp_path)
-    assert "skipped: smollm2-135m-fake" in world.said.getvalue()
+    assert "skipped: smollm2-135m-fake" in world.output.getvalue()
     abandoned = of_kind(read_records(folder).events, LevelAbandoned)
     assert len(abandoned) == MAX_SERVER_STARTS and ended(folder) == ["smollm2-360m-fake"]
     world.fate = lambda state, level: None
@@ -268,7 +268,7 @@ def test_what_one_cell_leaves_of_the_budget_the_next_has(tmp_path: Path) -> None
     assert second.until_seconds == pytest.approx(900 - spent, abs=1.0)
 
 
-def test_ctrl_c_ends_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_in_order_and_prints_how_to_resume(tmp_path: Path) -> None:
     world = Simulated(fate=fails_once("#2.1", KeyboardInterrupt))
     with pytest.raises(Incomplete, match="crossover campaign resume"):
         world.run(campaign(), tmp_path)
@@ -339,7 +339,7 @@ def test_killed_after_every_append_and_gone_on_with(
             )
 
 
-def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
+def test_a_disturbed_burst_is_left_out_of_the_step_times_after_a_kill_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Simulated(speed=lambda now: 0.3 if world.hog[0] < now < world.hog[1] else 1.0)
@@ -374,9 +374,9 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a machine of its own
     with machine_lock("runs/other"):
         with pytest.raises(MachineBusy, match=r"is running on this machine: runs/other \("):
-            run(campaign(), tmp_path / "runs", Progress(world.said), dependencies=world.world)
+            run(campaign(), tmp_path / "runs", Progress(world.output), dependencies=world.world)
         assert not (tmp_path / "runs").exists()
-    run(campaign(), tmp_path / "runs", Progress(world.said), dependencies=world.world)
+    run(campaign(), tmp_path / "runs", Progress(world.output), dependencies=world.world)
 
 
 def test_a_full_disk_is_named_and_ends_the_run(

@@ -52,7 +52,7 @@ def found_in(folder: Path) -> Capacity:
     return of_kind(read_records(folder).events, CellFinished)[-1].capacity
 
 
-def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path) -> None:
+def test_single_streams_bursts_step_times_and_the_confirming_level(tmp_path: Path) -> None:
     """In less than four minutes, with the limit that simulating the known step times gives."""
     world = Simulated()
     plan = campaign()
@@ -86,14 +86,16 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
         "complete:",
     )
     for part in parts:
-        assert part in world.said.getvalue(), part
+        assert part in world.output.getvalue(), part
     units = [
-        " a minute" in line for line in world.said.getvalue().splitlines() if "capacity " in line
+        " a minute" in line for line in world.output.getvalue().splitlines() if "capacity " in line
     ]
     assert len(set(units)) == 1, "the rates of a cell are read in one unit"
 
 
-def test_not_even_alone_is_said_by_two_starts_and_nothing_else_is_measured(tmp_path: Path) -> None:
+def test_missing_the_slo_unloaded_takes_two_starts_and_ends_the_configuration(
+    tmp_path: Path,
+) -> None:
     world = Simulated()
     folder = world.run(campaign(ttft=0.01), tmp_path)
     check_folder(folder)
@@ -103,14 +105,14 @@ def test_not_even_alone_is_said_by_two_starts_and_nothing_else_is_measured(tmp_p
     assert len(world.opened) == 2
 
 
-def test_a_few_slow_requests_are_asked_for_more_before_it_is_said(tmp_path: Path) -> None:
+def test_a_few_slow_requests_are_followed_by_more_before_a_verdict(tmp_path: Path) -> None:
     """Of a model that takes 12 s a request, two go into the time of single streams."""
     folder = Simulated(base=0.4, prompt=0.02).run(campaign(1200, ttft=0.5), tmp_path)
     check_folder(folder)
     assert found_in(folder).state == "misses_slo_unloaded" and not rates(folder)
 
 
-def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> None:
+def test_without_step_times_the_capacity_lies_between_measured_levels(tmp_path: Path) -> None:
     world = Simulated(chunk=4)
     folder = world.run(campaign(3600), tmp_path)
     check_folder(folder)
@@ -135,7 +137,7 @@ def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -
     assert (found.state, found.method) == ("not_confirmed", "levels")
     assert found.low is not None and found.low <= tried[0] and 1 < len(tried)
     assert "too short to confirm a rate" in found.reason and world.now > 80
-    assert "no rate confirmed, capacity " in world.said.getvalue()
+    assert "no rate confirmed, capacity " in world.output.getvalue()
 
     # A queue that may be 10 s long does not show in a short level, which bounds nothing then.
     folder = Simulated(chunk=4).run(campaign(100, ttft=10.0), tmp_path)
@@ -153,7 +155,7 @@ def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -
     assert len(tried) > 1 and found.low and found.high, "levels bound what no model estimates"
 
 
-def test_the_journal_alone_decides_each_measurement(tmp_path: Path) -> None:
+def test_only_the_journal_decides_each_measurement(tmp_path: Path) -> None:
     """Each level of a run is what the events before it lead to, whoever reads them."""
     folder = Simulated().run(campaign(), tmp_path)
     run = read_records(folder)
@@ -176,7 +178,7 @@ def test_the_journal_alone_decides_each_measurement(tmp_path: Path) -> None:
     assert isinstance(last, StopMeasuring) and "near the estimated capacity" in last.reason
 
 
-def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:
+def test_a_second_start_confirms_again_at_the_confirmed_rate(tmp_path: Path) -> None:
     world = Simulated()
     folder = world.run(campaign(900, starts=2), tmp_path)
     check_folder(folder)
@@ -186,7 +188,9 @@ def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> 
     assert sum(one.plan.is_burst for one in started(folder)) == 2, "once"
 
 
-def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_path: Path) -> None:
+def test_only_the_smallest_are_confirmed_and_the_others_print_what_that_takes(
+    tmp_path: Path,
+) -> None:
     world = Simulated()
     plan = campaign(480, models='["360m", "135m"]', search="confirm = 1")
     folder = world.run(plan, tmp_path)
@@ -203,7 +207,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_
     assert found_in(folder).state == "confirmed"
     assert len(started(folder)) == measured + 1, "the model of the first session is kept"
     world.resume(folder, confirm=True)
-    assert "no cell is left to confirm" in world.said.getvalue()
+    assert "no cell is left to confirm" in world.output.getvalue()
 
 
 @pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
@@ -234,7 +238,7 @@ def test_disturbed_levels_are_measured_again_and_cost_no_budget(tmp_path: Path) 
     waited = of_kind(read_records(folder).events, Waited)
     assert waited and "`hog` (pid 7" in waited[0].reason
     assert found_in(folder).state == "confirmed"
-    assert "waiting for an idle machine" in world.said.getvalue()
+    assert "waiting for an idle machine" in world.output.getvalue()
 
 
 def test_a_machine_that_is_never_quiet_is_named_and_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -247,7 +251,7 @@ def test_a_machine_that_is_never_quiet_is_named_and_not_waited_for_for_ever(tmp_
     assert found_in(calm).state == "confirmed", "the machine as it is"
 
 
-def test_slightly_disturbed_levels_count_where_they_hold(tmp_path: Path) -> None:
+def test_slightly_disturbed_levels_count_if_they_meet_the_slo(tmp_path: Path) -> None:
     folder = Simulated(hog=(0.0, 1e9), hog_share=0.05).run(campaign(), tmp_path)
     check_folder(folder)
     assert found_in(folder).state == "confirmed"
@@ -290,10 +294,10 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     assert reuse.answer_share == 1.0 and reuse.answer_growth == pytest.approx(1.0)
     step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.004, prompt_token_seconds=0.0014)
     assert world.policy is not None
-    asked = plan.campaign
+    settings = plan.campaign
     with_reuse, without = (
         ServerModel(step_times, world.policy, reuse=reuse)
-        .capacity(Demand(asked.workload), asked.slo, QUICK_REQUESTS)
+        .capacity(Demand(settings.workload), settings.slo, QUICK_REQUESTS)
         .rate
         for reuse in (None, NO_REUSE)
     )
@@ -304,7 +308,7 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     assert found.users is not None and found.users > 3
     assert found.state == "confirmed" and found.confirmed_rate is not None
     assert found.confirmed_rate < with_reuse
-    said = world.said.getvalue()
-    assert "Prefix caching raises the capacity from " in said and " users at a time." in said
+    output = world.output.getvalue()
+    assert "Prefix caching raises the capacity from " in output and " users at a time." in output
     levels = [one for one in started(folder) if one.plan.rate is not None]
     assert all(one.plan.warmup_seconds > 20 for one in levels)

@@ -54,14 +54,12 @@ def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
 
 def test_more_cores_than_there_are() -> None:
     plan = on_machine(f"{ONE}server.cores = 4096")
-    said = "server.cores: 4096 cores are not available for the engine; this machine has 1 to"
-    with pytest.raises(BadCampaign, match=said):
+    message = "server.cores: 4096 cores are not available for the engine; this machine has 1 to"
+    with pytest.raises(BadCampaign, match=message):
         layout_of(plan.cells[0], plan.campaign, (0, 1))
 
 
-def test_no_two_attempts_share_a_seed_and_cells_on_servers_of_their_own_are_asked_the_same() -> (
-    None
-):
+def test_attempts_differ_in_seed_and_configurations_get_the_same_requests() -> None:
     """Formats are compared by the same requests; two cells of one endpoint share no prompts, which
     its prefix cache would know.
     """
@@ -148,13 +146,13 @@ def kept(tmp_path: Path) -> Path:
     return cache
 
 
-def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
-    said = StringIO()
-    plan = on_machine(plan_of(kept), FACTS, output=said)
+def test_the_machine_chooses_ladder_models_and_prints_why(kept: Path) -> None:
+    message = StringIO()
+    plan = on_machine(plan_of(kept), FACTS, output=message)
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
-    assert "models, chosen by the step times of llama-3.2-1b" in said.getvalue()
-    assert "smollm2-135m: capacity " in said.getvalue()
+    assert "models, chosen by the step times of llama-3.2-1b" in message.getvalue()
+    assert "smollm2-135m: capacity " in message.getvalue()
     demo = on_machine(parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"]))
     assert [cell.model for cell in demo.cells] == ["llama-3.2-1b", "smollm2-135m"]
     assert all(cell.is_best for cell in demo.cells)
@@ -173,14 +171,18 @@ def test_what_does_not_go_with_auto_and_best(change: tuple[str, str], message: s
         parse_campaign(AUTO.format(cache="c").replace(*change))
 
 
-def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path: Path) -> None:
+def test_the_fastest_engine_is_the_one_with_the_highest_capacity(
+    kept: Path, tmp_path: Path
+) -> None:
     """One cell for all formats; on record with the others, and what is served and repeated."""
     world, best = Simulated(facts=FACTS), plan_of(kept, '["135m"]')
     folder = world.run(best, tmp_path / "runs")
     (choice,) = of_kind(read_records(folder).events, EngineChosen)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     assert "llama_cpp Q4_0: " in choice.reason and "onnx int8: " in choice.reason
-    assert "onnx int8 is the best engine by its step times under the SLO " in world.said.getvalue()
+    assert (
+        "onnx int8 is the best engine by its step times under the SLO " in world.output.getvalue()
+    )
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
     cell = CellRecord(run.events, campaign, cells[0]).cell

@@ -114,7 +114,7 @@ def test_a_machine_without_a_gpu_measures_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "facts", "said"),
+    ("more", "facts", "message"),
     [
         ('devices = ["gpu"]', FACTS, "The GPU cannot be measured here: .*Use .'cpu'.$"),
         (
@@ -144,13 +144,13 @@ def test_a_machine_without_a_gpu_measures_as_before() -> None:
     ],
 )
 def test_devices_that_are_not_here_are_refused_with_what_is(
-    more: str, facts: HardwareFacts | None, said: str
+    more: str, facts: HardwareFacts | None, message: str
 ) -> None:
-    with pytest.raises(BadCampaign, match=said):
+    with pytest.raises(BadCampaign, match=message):
         here(TWO + more, NO_LLAMA, facts)
 
 
-def test_a_refusal_names_what_each_backend_says_of_the_gpu() -> None:
+def test_a_refusal_quotes_each_backend_on_the_gpu() -> None:
     with pytest.raises(
         BadCampaign, match=r"torch cannot use it: this build .*; .*llama_cpp cannot use it: .* CPU"
     ):
@@ -170,7 +170,7 @@ def test_a_model_that_does_not_fit_the_gpu_is_skipped_with_the_arithmetic(tmp_pa
     assert why is not None and "llama-3.1-8b in bf16 needs" in why and "on the GPU (weights" in why
 
 
-def test_a_run_of_both_devices_is_told_apart_in_its_records(tmp_path: Path) -> None:
+def test_the_records_of_a_run_on_both_devices_name_the_device(tmp_path: Path) -> None:
     """Cells, keys, levels and the GPU's own facts; resumed, the run is complete."""
     world = Simulated(facts=with_gpu(facts=hardware_facts()), trouble=NO_LLAMA | NO_TORCH)
     folder = world.run(campaign(models='["135m"]', search="confirm = 0"), tmp_path)
@@ -189,7 +189,7 @@ def test_a_run_of_both_devices_is_told_apart_in_its_records(tmp_path: Path) -> N
     world.resume(folder)
 
 
-def test_a_run_that_names_no_devices_says_them_by_its_engines() -> None:
+def test_a_run_without_devices_takes_them_from_its_engines() -> None:
     """Format 5 before cells had a device: the shipped runs, and one of a GPU."""
     info = info_of({"engine": {"backend": "torch", "device": "gpu"}, "device_name": "NVIDIA H200"})
     assert (info.name, info.device, info.device_name) == ("torch", "gpu", "NVIDIA H200")
@@ -251,7 +251,7 @@ def test_a_gpu_takes_the_seconds_that_it_needs_and_the_cpu_has_the_rest() -> Non
 def with_times(cache: Path, speed: float, facts: HardwareFacts) -> None:
     """Keeps step times of MEASURED on llama_cpp in this cache."""
     cell = Cell(key="m", model="llama-3.2-1b", weight_format="", backend=BEST, device="cpu")
-    asked = question_of(cell, parse_campaign(_demo(cache)).campaign)
+    question = question_of(cell, parse_campaign(_demo(cache)).campaign)
     times = EngineTimes(
         slots=8,
         prompt_tokens_per_second=130.0 * speed,
@@ -259,7 +259,7 @@ def with_times(cache: Path, speed: float, facts: HardwareFacts) -> None:
         decode_slots_seconds=0.120 / speed,
     )
     engine = EngineCandidate(backend="llama_cpp", weight_format="Q4_0")
-    save_times(str(cache), facts, asked.key(engine), times)
+    save_times(str(cache), facts, question.key(engine), times)
 
 
 def _demo(cache: Path) -> str:
@@ -296,5 +296,5 @@ def test_the_demo_measures_both_sides_within_its_eight_minutes(
     free[0] = 30 * GIB  # there is no room to make the weights of 32 billion parameters
     smaller = here(_demo(tmp_path), facts=facts)
     assert smaller.campaign.models[-1] in ("llama-3.1-8b", "qwen2.5-14b")
-    alone = here(_demo(tmp_path).replace('name = "demo"', 'name = "demo"\ndevices = ["gpu"]', 1))
-    assert {cell.device for cell in alone.cells} == {"gpu"} and len(alone.cells) == 4
+    gpu_only = here(_demo(tmp_path).replace('name = "demo"', 'name = "demo"\ndevices = ["gpu"]', 1))
+    assert {cell.device for cell in gpu_only.cells} == {"gpu"} and len(gpu_only.cells) == 4

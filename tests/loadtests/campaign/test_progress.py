@@ -49,13 +49,13 @@ def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: P
     folder = Simulated().run(parse_campaign(text), tmp_path)
     out = StringIO()
     show_run(folder, Console(file=out, width=160))
-    said = out.getvalue()
+    output = out.getvalue()
     for part in (
         "TTFT 1 s, TPOT 200 ms, E2E 30 s for 90 % of requests",
         *("confirmed", "estimated", "1.5/s"),
         *("--confirm", "To confirm the estimates, which takes about "),
     ):
-        assert part in said, part
+        assert part in output, part
 
 
 def test_the_result_is_printed_though_nobody_reads_the_progress(capfd):

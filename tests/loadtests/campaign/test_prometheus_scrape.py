@@ -36,17 +36,17 @@ def metrics() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-def test_an_engine_s_time_is_told_by_a_crossover_server_alone(
+def test_only_a_crossover_server_reports_engine_time(
     metrics: tuple[str, list[str]],
 ) -> None:
     url, answers = metrics
-    told = (
+    exposition = (
         'crossover_step_backend_seconds_count{{model="a"}} {n}\n'
         'crossover_step_backend_seconds_count{{model="b"}} 5\n'
         "crossover_step_backend_seconds_sum {d}\ncrossover_engine_loop_hold_seconds_sum {h}\n"
     )
-    answers += [told.format(n=10, d=1.5, h=0.25), told.format(n=30, d=4.5, h=1.0)]
-    answers += [told.format(n=3, d=0.1, h=0.1), "llamacpp:requests_processing 1\n"]
+    answers += [exposition.format(n=10, d=1.5, h=0.25), exposition.format(n=30, d=4.5, h=1.0)]
+    answers += [exposition.format(n=3, d=0.1, h=0.1), "llamacpp:requests_processing 1\n"]
     clock = EngineClock(url)
     first, second, anew = clock.read(), clock.read(), clock.read()
     assert first is not None and second is not None and anew is not None

@@ -65,7 +65,7 @@ def say(what: str, fraction: float | None) -> None:
     pass
 
 
-def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
+def test_the_server_is_started_with_the_options_of_the_file(tmp_path: Path) -> None:
     plan = on_machine(
         'name = "x"\nmodels = ["135m"]\n\n'
         "[server]\nthreads = 3\nslots = 4\nprefix_reuse = false\n"
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_an_engine_of_others_serves_says_what_it_is_and_ends(
+def test_another_projects_engine_serves_is_identified_and_ends(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "visible")
@@ -134,7 +134,7 @@ def test_an_engine_of_others_serves_says_what_it_is_and_ends(
         ),
     ],
 )
-def test_an_engine_that_does_not_start_says_why(
+def test_an_engine_that_does_not_start_is_reported_with_its_output(
     start: Start, given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ServerFailed, match=message):
@@ -161,7 +161,7 @@ def test_what_is_deaf_to_sigterm_is_killed_with_its_child(start: Start) -> None:
     assert len(gone) == 2 and not alive and time.monotonic() - began < 15
 
 
-def test_a_gpu_is_seen_by_the_files_that_it_holds_open(tmp_path: Path) -> None:
+def test_use_of_a_gpu_is_seen_by_open_device_files(tmp_path: Path) -> None:
     for pid, name in (("1", "/dev/nvidia0"), ("2", "/dev/null")):
         (tmp_path / pid / "fd").mkdir(parents=True)
         (tmp_path / pid / "fd" / "3").symlink_to(name)

@@ -44,7 +44,7 @@ SETTINGS = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked:
+class _Request:
     """A request on its way."""
 
     index: int
@@ -71,13 +71,13 @@ class KnownServer:
     reuses: bool = True  # histories of conversations
     reasoning_share: float = 0.0  # of the chunks of an answer
     whole_prompts: bool = False  # nobody decodes while a prompt is computed
-    asked: list[Burst] = dataclasses.field(default_factory=list)
+    sent_bursts: list[Burst] = dataclasses.field(default_factory=list)
     spent_seconds: float = 0.0  # of bursts
     now: float = 0.0  # seconds since the level's start, for steps that depend on it
 
     def __call__(self, burst: Burst) -> Level:
         """All streams sent at one moment."""
-        self.asked.append(burst)
+        self.sent_bursts.append(burst)
         level = self.level([0.0] * burst.streams, burst.prompt_tokens, burst.output_tokens)
         self.spent_seconds += float(level.chunks.max())
         return level
@@ -112,10 +112,11 @@ class KnownServer:
         """What became of requests that are due at these times, in their order."""
         cached = [0] * len(due) if cached_tokens is None else list(cached_tokens)
         columns = zip(due, prompt_tokens, output_tokens, cached, strict=True)
-        asked = [
-            _Asked(i, float(at), int(p), int(o), int(c)) for i, (at, p, o, c) in enumerate(columns)
+        requests = [
+            _Request(i, float(at), int(p), int(o), int(c))
+            for i, (at, p, o, c) in enumerate(columns)
         ]
-        return [self._record(one, cell, level) for one in self._play(asked)]
+        return [self._record(one, cell, level) for one in self._play(requests)]
 
     def converse(
         self,
@@ -138,42 +139,44 @@ class KnownServer:
         count = sum(map(len, turns.values()))
         left = count if most is None else min(most, count)
         number = 0
-        told: list[_Asked] = []
+        sent_requests: list[_Request] = []
 
-        def asked_of(session: Session, turn: int, due: float) -> list[_Asked]:
+        def requests_of(session: Session, turn: int, due: float) -> list[_Request]:
             nonlocal number
             if number >= left or due >= until:
                 return []
             sent = turns[session.index][turn]
             known = sent.kept_tokens if self.reuses else 0
-            new = _Asked(number, due, sent.prompt_tokens, sent.output_tokens, known)
+            new = _Request(number, due, sent.prompt_tokens, sent.output_tokens, known)
             new.session, new.turn, new.added = session, turn, session.turns[turn].prompt_tokens
             number += 1
-            told.append(new)
+            sent_requests.append(new)
             return [new]
 
-        def follow(done: _Asked) -> list[_Asked]:
+        def follow(done: _Request) -> list[_Request]:
             assert done.session is not None
             after = done.turn + 1
             if after < len(done.session.turns):
                 think = done.session.turns[after].think_seconds if thinks else 0.0
-                return asked_of(done.session, after, done.stamps[-1] + think)
+                return requests_of(done.session, after, done.stamps[-1] + think)
             following = done.session.index + 1
             if not thinks and following < len(sessions):
-                return asked_of(sessions[following], 0, done.stamps[-1])
+                return requests_of(sessions[following], 0, done.stamps[-1])
             return []
 
         first = zip(begins, sessions, strict=True) if thinks else [(0.0, sessions[0])]
-        self._play([one for at, session in first for one in asked_of(session, 0, at)], follow)
-        return [self._record(one, cell, level) for one in told]
+        self._play([one for at, session in first for one in requests_of(session, 0, at)], follow)
+        return [self._record(one, cell, level) for one in sent_requests]
 
     def _play(
-        self, asked: Sequence[_Asked], follow: Callable[[_Asked], list[_Asked]] = lambda one: []
-    ) -> list[_Asked]:
+        self,
+        requests: Sequence[_Request],
+        follow: Callable[[_Request], list[_Request]] = lambda one: [],
+    ) -> list[_Request]:
         """The requests, answered; `follow`: what an answer is followed by."""
-        waiting = [(one.due, one.index, one) for one in asked]
+        waiting = [(one.due, one.index, one) for one in requests]
         heapq.heapify(waiting)
-        running: list[_Asked] = []
+        running: list[_Request] = []
         kept: dict[int, float] = {}  # session -> since when an idle slot holds it
         now = 0.0
         while waiting or running:
@@ -213,9 +216,9 @@ class KnownServer:
                         kept[one.session.index] = now
                     for after in follow(one):
                         heapq.heappush(waiting, (after.due, after.index, after))
-        return list(asked)
+        return list(requests)
 
-    def _record(self, one: _Asked, cell: str, level: str) -> RequestRecord:
+    def _record(self, one: _Request, cell: str, level: str) -> RequestRecord:
         seen = one.stamps[self.chunk - 1 :: self.chunk] or one.stamps[-1:]
         answer = min(int(self.reasoning_share * len(seen)), len(seen) - 1)
         return RequestRecord(

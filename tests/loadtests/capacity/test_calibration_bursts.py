@@ -21,11 +21,11 @@ CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
 SLO = Slo("x", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 
 
-def calibrated(server, workload=CHAT, slots=8, ask=None, experts=None):
+def calibrated(server, workload=CHAT, slots=8, send_burst=None, experts=None):
     """Within 20 s, after six single streams."""
     prompts = [min(one, workload.prompt_tokens or one) for one in (20, 400, 100, 50, 300, 200)]
-    alone = server.level([float(100 * n) for n in range(6)], prompts, [40] * 6)
-    return calibrate(ask or server, workload, slots, 20.0, [alone], experts)
+    single_streams = server.level([float(100 * n) for n in range(6)], prompts, [40] * 6)
+    return calibrate(send_burst or server, workload, slots, 20.0, [single_streams], experts)
 
 
 def staircase(rows):
@@ -34,7 +34,7 @@ def staircase(rows):
 
 
 @pytest.mark.parametrize("slots", [4, 16, None], ids=["4", "16", "unknown"])
-def test_the_law_is_found_again_and_the_capacity_with_it(slots):
+def test_known_step_times_and_their_capacity_are_found_again(slots):
     server = KnownServer(STEP_TIMES.seconds, slots=slots or 8)
     made = calibrated(server, slots=slots)
     assert made.slots == (slots or 8) and made.reason == ""
@@ -50,10 +50,10 @@ def test_the_law_is_found_again_and_the_capacity_with_it(slots):
     if slots == 4:
         again = KnownServer(STEP_TIMES.seconds, slots=4)
         assert calibrated(again, slots=4).step_times == made.step_times
-        assert again.asked == server.asked, "a journal's answers give the same bursts"
+        assert again.sent_bursts == server.sent_bursts, "a journal's answers give the same bursts"
 
 
-def test_bursts_tell_what_reading_the_experts_of_a_mixture_costs():
+def test_bursts_show_the_cost_of_reading_the_experts_of_a_mixture():
     skewed = Skewed(3, stalls=0.0)
     server = KnownServer(lambda *counts: skewed() * EXPERTS_STEP_TIMES.seconds(*counts), slots=16)
     made = calibrated(server, slots=16, experts=EXPERTS_STEP_TIMES.experts)
@@ -98,16 +98,20 @@ def test_the_slots_of_a_slow_server_are_found_within_the_time(slots):
     """As 3 billion parameters on a CPU: 1.2 s for a step of 8 rows, 0.1 s for a prompt token."""
     slow = StepTimeModel(base_seconds=0.12, row_seconds=0.13, prompt_token_seconds=0.095)
     server = KnownServer(slow.seconds, slots=slots)
-    alone = server.level([0.0, 100.0], [40, 20], [16, 16])
-    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 25.0, [alone])
+    single_streams = server.level([0.0, 100.0], [40, 20], [16, 16])
+    made = calibrate(
+        server, Workload(prompt_tokens=40, output_tokens=16), None, 25.0, [single_streams]
+    )
     assert made.slots == slots and made.reason == ""
     assert server.spent_seconds < 2 * 25.0
 
 
 def test_slots_are_found_where_prompts_are_computed_one_after_the_other():
     server = KnownServer(lambda *counts: 30 * STEP_TIMES.seconds(*counts), slots=4, step_tokens=4)
-    alone = server.level([0.0, 300.0], [40, 20], [16, 16])
-    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [alone])
+    single_streams = server.level([0.0, 300.0], [40, 20], [16, 16])
+    made = calibrate(
+        server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [single_streams]
+    )
     assert made.slots == 4
 
 
@@ -125,15 +129,17 @@ def test_answers_are_long_enough_for_prompts_with_a_chat_template():
 
     slow = StepTimeModel(base_seconds=0.48, row_seconds=0.2, prompt_token_seconds=0.008)
     server = Templated(slow.seconds, slots=16, step_tokens=128, prefill_tokens=128)
-    alone = server.level([0.0, 100.0], [40, 20], [16, 16])
-    made = calibrate(server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [alone])
+    single_streams = server.level([0.0, 100.0], [40, 20], [16, 16])
+    made = calibrate(
+        server, Workload(prompt_tokens=40, output_tokens=16), None, 40.0, [single_streams]
+    )
     assert made.slots == 16
 
 
 def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
     calibrated(server := KnownServer(STEP_TIMES.seconds))
-    assert [burst.streams for burst in server.asked] == [8, 8]
-    short, real = server.asked
+    assert [burst.streams for burst in server.sent_bursts] == [8, 8]
+    short, real = server.sent_bursts
     assert max(short.prompt_tokens) <= 16 and max(real.prompt_tokens) > 300
     assert len(set(real.output_tokens)) == 5, "they end one after the other"
 
@@ -144,36 +150,36 @@ def test_long_prompts_are_cut_to_what_the_time_pays_for():
     assert made.step_times is not None and server.spent_seconds < 25
 
 
-def test_several_tokens_a_chunk_have_no_law():
+def test_several_tokens_per_chunk_give_no_step_times():
     made = calibrated(KnownServer(STEP_TIMES.seconds, chunk=4))
     assert made.step_times is None and "several tokens" in made.reason
 
 
-def test_an_engine_that_the_law_does_not_describe_has_none():
+def test_an_engine_that_the_step_time_model_does_not_describe_has_none():
     skewed = Skewed(1, spread=0.9)
     made = calibrated(KnownServer(lambda *counts: skewed() * STEP_TIMES.seconds(*counts)))
     assert made.step_times is None and "left out of the fit" in made.reason
 
 
-def test_bursts_that_something_ran_beside_are_asked_again():
+def test_disturbed_bursts_are_sent_again():
     skewed = Skewed(1, spread=0.9)
 
     def steps(*counts):
-        beside = skewed() if len(server.asked) in (1, 2) else 1.0
+        beside = skewed() if len(server.sent_bursts) in (1, 2) else 1.0
         return beside * STEP_TIMES.seconds(*counts)
 
     server = KnownServer(steps)
     made = calibrated(server)
-    assert len(server.asked) == 4 and made.reason == ""
+    assert len(server.sent_bursts) == 4 and made.reason == ""
     assert made.step_times.row_seconds == pytest.approx(STEP_TIMES.row_seconds, rel=0.05)
 
 
-def test_a_burst_that_tells_nothing_is_left_out_and_one_slot_needs_none():
+def test_a_burst_without_information_is_left_out_and_one_slot_needs_none():
     server = KnownServer(STEP_TIMES.seconds)
-    assert calibrated(server, ask=lambda burst: None).step_times is not None, (
+    assert calibrated(server, send_burst=lambda burst: None).step_times is not None, (
         "single streams are left"
     )
-    assert calibrated(server, slots=1).step_times is not None and not server.asked
+    assert calibrated(server, slots=1).step_times is not None and not server.sent_bursts
 
 
 def test_streams_served_together_are_counted():

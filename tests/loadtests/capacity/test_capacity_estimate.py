@@ -25,7 +25,7 @@ from crossover.serving.capacity.slo import SLO_PRESETS, Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
-from tests.loadtests.levels.made import alone, steady_level, taken
+from tests.loadtests.levels.made import single_streams, steady_level, taken
 
 SLO = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
@@ -39,10 +39,10 @@ def by_step_times(
 ) -> Capacity:
     """With these factors of the levels, in their order."""
     factors = [factor] * len(levels) if isinstance(factor, float) else factor
-    told = {level.name: one for level, one in zip(levels, factors, strict=True)}
+    factor_of = {level.name: one for level, one in zip(levels, factors, strict=True)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            capacity_estimate, "_factor", lambda step_times, level, policy: told[level.name]
+            capacity_estimate, "_factor", lambda step_times, level, policy: factor_of[level.name]
         )
         return estimate(levels, SLO, SERVER, DEMAND)
 
@@ -51,7 +51,7 @@ def by_step_times(
 LIMIT, STEEPNESS = 2.2441330437454536, 2.026600845290625
 
 
-def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
+def test_a_calibration_without_levels_gives_an_estimate_with_its_interval() -> None:
     found = by_step_times([])
     assert (found.state, found.method, found.confirmed_rate, found.factor) == (
         *("not_confirmed", "step_times", None, None),
@@ -64,9 +64,9 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
     assert found.confirm_seconds == pytest.approx(confirming_seconds(SLO, 0.8 * LIMIT))
 
 
-def test_a_level_that_holds_near_the_limit_confirms_and_narrows() -> None:
+def test_a_level_that_meets_the_slo_near_the_capacity_confirms_and_narrows() -> None:
     level = steady_level(0.8 * LIMIT)
-    found = by_step_times([alone(), level])
+    found = by_step_times([single_streams(), level])
     assert found.state == "confirmed" and found.is_confirmed
     assert found.confirmed_rate == pytest.approx(0.8 * LIMIT, rel=0.01)
     assert (found.confirmed_seconds, found.confirmed_requests, found.confirmed_attainment) == (
@@ -110,7 +110,7 @@ def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
     assert found.high == pytest.approx(LIMIT * reach)
 
 
-def test_a_level_that_missed_the_target_is_near_the_limit_whatever_the_law_says() -> None:
+def test_a_level_that_misses_the_target_bounds_the_capacity_against_the_model() -> None:
     level = steady_level(0.6 * LIMIT)
     short = steady_level(0.6 * LIMIT, bad=len(level.due) // 9)
     assert short.judge(SLO).verdict == "unresolved"
@@ -119,7 +119,7 @@ def test_a_level_that_missed_the_target_is_near_the_limit_whatever_the_law_says(
     assert found.estimated_rate < 0.9 * LIMIT
 
 
-def test_a_rate_above_what_all_say_is_not_held() -> None:
+def test_a_rate_above_all_evidence_is_not_confirmed() -> None:
     """Of several levels just above the limit one holds by chance."""
     above = by_step_times([steady_level(1.1 * LIMIT)])
     assert above.state == "not_confirmed" and above.confirm_seconds is not None
@@ -140,7 +140,7 @@ def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "holds"),
+    ("changes", "confirms"),
     [
         ({}, True),
         ({"is_valid": False}, False),
@@ -151,11 +151,11 @@ def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
     ],
 )
 def test_only_a_whole_valid_level_on_a_quiet_machine_confirms(
-    changes: dict[str, Any], holds: bool
+    changes: dict[str, Any], confirms: bool
 ) -> None:
     found = by_step_times([steady_level(0.8 * LIMIT, **changes)])
-    assert found.is_confirmed is holds
-    if not holds:  # nor does it tell a factor or a failure
+    assert found.is_confirmed is confirms
+    if not confirms:  # nor does it tell a factor or a failure
         found = by_step_times([steady_level(0.8 * LIMIT, bad=80, **changes)], 1.5)
         assert found.estimated_rate == pytest.approx(LIMIT) and found.high and found.high > LIMIT
 
@@ -188,7 +188,7 @@ def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
 
 
 @pytest.mark.parametrize("slowed", [1.0, 1.2, 2.0])
-def test_a_minute_of_another_speed_within_a_level_is_said_and_in_the_interval(
+def test_a_change_of_speed_within_a_level_is_reported_and_widens_the_interval(
     slowed: float,
 ) -> None:
     """Whatever the level's rate; steps of a quiet machine wander by as much as a fifth."""
@@ -214,17 +214,25 @@ def test_a_minute_of_another_speed_within_a_level_is_said_and_in_the_interval(
     ("levels", "state", "starts"),
     [
         ([steady_level(0.8 * LIMIT, start=start) for start in (1, 2)], "confirmed", 2),
-        ([alone(20, 10)], "misses_slo_unloaded", 1),
-        ([alone(20, 10), alone(20, 12, start=2)], "misses_slo_unloaded", 2),
-        ([alone(20, 10, start=None), alone(5, 5, start=None, name="b")], "misses_slo_unloaded", 2),
-        ([alone(2, 2)], "misses_slo_unloaded", 1),
-        ([alone(20, 10), alone(20, 0, start=2)], "not_confirmed", 2),
-        ([alone(20, 2)], "not_confirmed", 1),
-        ([alone(1, 1)], "not_confirmed", 1),  # one slow one proves nothing
-        ([alone(20, 10), steady_level(0.8 * LIMIT)], "confirmed", 1),  # what holds holds alone
+        ([single_streams(20, 10)], "misses_slo_unloaded", 1),
+        ([single_streams(20, 10), single_streams(20, 12, start=2)], "misses_slo_unloaded", 2),
+        (
+            [single_streams(20, 10, start=None), single_streams(5, 5, start=None, name="b")],
+            "misses_slo_unloaded",
+            2,
+        ),
+        ([single_streams(2, 2)], "misses_slo_unloaded", 1),
+        ([single_streams(20, 10), single_streams(20, 0, start=2)], "not_confirmed", 2),
+        ([single_streams(20, 2)], "not_confirmed", 1),
+        ([single_streams(1, 1)], "not_confirmed", 1),  # one slow one proves nothing
+        (
+            [single_streams(20, 10), steady_level(0.8 * LIMIT)],
+            "confirmed",
+            1,
+        ),  # what holds holds alone
     ],
 )
-def test_not_even_alone_is_said_of_every_start(
+def test_missing_the_slo_unloaded_counts_for_every_start(
     levels: list[Level], state: str, starts: int
 ) -> None:
     found = by_step_times(levels)
@@ -236,12 +244,12 @@ def test_not_even_alone_is_said_of_every_start(
         assert ("on one start" in found.reason) is (starts == 1)
 
 
-def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
-    held, failed = steady_level(2.0, 120.0), steady_level(2.5, 120.0, bad=100)
-    found = estimate([held, failed], SLO)
+def test_without_step_times_the_capacity_is_between_met_and_missed_rates() -> None:
+    met, failed = steady_level(2.0, 120.0), steady_level(2.5, 120.0, bad=100)
+    found = estimate([met, failed], SLO)
     assert (found.state, found.method, found.low, found.high) == ("confirmed", "levels", 2.0, 2.5)
     assert found.estimated_rate == pytest.approx(math.sqrt(5))
-    open_end = estimate([held], SLO)
+    open_end = estimate([met], SLO)
     assert open_end.is_confirmed and open_end.high is None and open_end.estimated_rate is None
     assert open_end.reason == "no measured rate missed the SLO"
     only_failed = estimate([failed], SLO)
@@ -251,12 +259,12 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     # for a rate.
     assert not estimate([steady_level(1.0, 60.0)], SLO).is_confirmed
     bad_step_times = StepTimeModel(base_seconds=0.02, error=0.4)
-    unfit = estimate([held, failed], SLO, ServerModel(bad_step_times, POLICY), DEMAND)
+    unfit = estimate([met, failed], SLO, ServerModel(bad_step_times, POLICY), DEMAND)
     assert unfit == found, "a model that does not fit is none"
 
 
-def test_a_law_by_which_nothing_holds_says_so() -> None:
+def test_step_times_that_miss_the_slo_at_every_rate_give_no_capacity() -> None:
     slow = StepTimeModel(base_seconds=0.5)
-    found = estimate([alone()], SLO, ServerModel(slow, POLICY), DEMAND)
+    found = estimate([single_streams()], SLO, ServerModel(slow, POLICY), DEMAND)
     assert found.estimated_rate is None and "SLO attainment unloaded is only 0 %" in found.reason
     assert found.confirm_seconds is None, "no level could confirm a rate"

@@ -75,7 +75,7 @@ def test_a_capacity_in_words(found: Capacity | None, words: str) -> None:
 
 
 def test_what_it_rests_on_and_what_is_wanting() -> None:
-    held = Capacity(
+    confirmed = Capacity(
         state="confirmed",
         confirmed_rate=2.1,
         confirmed_seconds=90.0,
@@ -83,8 +83,8 @@ def test_what_it_rests_on_and_what_is_wanting() -> None:
         confirmed_attainment=0.984,
         starts=2,
     )
-    assert evidence_words(held) == "90 s, 1,214 requests, 98.4 % attainment, 2 starts"
-    assert speed_words(held) == ""
+    assert evidence_words(confirmed) == "90 s, 1,214 requests, 98.4 % attainment, 2 starts"
+    assert speed_words(confirmed) == ""
     open_yet = Capacity(state="not_confirmed", reason="why", confirm_seconds=130.0)
     assert evidence_words(open_yet) == "why"
     moved = Capacity(state="confirmed", speed_moved=0.34)

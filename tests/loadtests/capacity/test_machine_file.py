@@ -77,7 +77,7 @@ def test_no_machine_file_at_all(tmp_path: Path, text: bytes) -> None:
 
 def test_it_names_no_host_and_no_path() -> None:
     facts = hardware_facts()
-    said = msgspec.json.encode(hardware_of(facts, 1 << 30)).decode()
-    assert facts.cpu_model in said
-    assert "hostname" not in said and "kernel" not in said
-    assert not [text for text in msgspec.json.decode(said).values() if str(text).startswith("/")]
+    encoded = msgspec.json.encode(hardware_of(facts, 1 << 30)).decode()
+    assert facts.cpu_model in encoded
+    assert "hostname" not in encoded and "kernel" not in encoded
+    assert not [text for text in msgspec.json.decode(encoded).values() if str(text).startswith("/")]

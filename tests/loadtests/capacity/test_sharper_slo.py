@@ -43,15 +43,15 @@ def simulated(slo: Slo) -> SimulatedCapacity:
 
 def found_of(slo: Slo, **changes: object) -> Capacity:
     """What a calibration and one level say of the capacity."""
-    told = simulated(slo)
-    reach = math.exp(Z_90 * sd_of(1) * told.steepness)
+    expected = simulated(slo)
+    reach = math.exp(Z_90 * sd_of(1) * expected.steepness)
     found = Capacity(
         state="not_confirmed",
         method="step_times",
-        estimated_rate=told.rate,
-        low=told.rate / reach,
-        high=told.rate * reach,
-        steepness=told.steepness,
+        estimated_rate=expected.rate,
+        low=expected.rate / reach,
+        high=expected.rate * reach,
+        steepness=expected.steepness,
     )
     return msgspec.structs.replace(found, **changes)
 

@@ -23,7 +23,7 @@ def loaded(server, rate=1.2, count=150, seed=1, **more):
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.2, 3.0], ids=["mostly alone", "loaded", "overloaded"])
-def test_the_steps_of_a_level_are_those_of_the_law(rate):
+def test_the_observed_steps_of_a_level_are_those_of_the_model(rate):
     level, _ = loaded(KnownServer(STEP_TIMES.seconds), rate)
     seen, covered = observed_steps(level, 8)
     assert covered > 0.9
@@ -49,7 +49,7 @@ def test_cached_prompt_tokens_were_not_computed():
     )
 
 
-def test_chunks_of_several_tokens_tell_no_steps():
+def test_chunks_of_several_tokens_show_no_steps():
     level, _ = loaded(KnownServer(STEP_TIMES.seconds, chunk=4))
     assert observed_steps(level, 8) == ([], 0.0)
 
@@ -58,9 +58,9 @@ def test_stamps_that_come_in_late_together_keep_their_sum():
     """A client that was held up for three steps sees their chunks at one moment."""
     level, _ = loaded(KnownServer(STEP_TIMES.seconds))
     end = float(np.median(level.chunks))
-    held = (level.chunks > end - 0.15) & (level.chunks < end)
-    assert 3 <= held.sum()
-    late = msgspec.structs.replace(level, chunks=np.where(held, end, level.chunks))
+    delayed = (level.chunks > end - 0.15) & (level.chunks < end)
+    assert 3 <= delayed.sum()
+    late = msgspec.structs.replace(level, chunks=np.where(delayed, end, level.chunks))
     seen, covered = observed_steps(late, 8)
     assert covered > 0.9
     assert sum(map(STEP_TIMES.of, seen)) == pytest.approx(
@@ -78,7 +78,7 @@ def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower, step_ti
     assert found == pytest.approx(slower, rel=0.03)
 
 
-def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
+def test_steps_are_observed_of_a_server_that_computes_whole_prompts_first():
     server = KnownServer(lambda *counts: 1.2 * STEP_TIMES.seconds(*counts), whole_prompts=True)
     level, _ = loaded(server, rate=1.0, count=300)
     jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
@@ -87,14 +87,14 @@ def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
     assert found == pytest.approx(1.2, rel=0.03)
 
 
-def test_where_steps_cannot_be_told_the_factor_is_by_tpot():
+def test_without_observed_steps_the_speed_factor_comes_from_tpot():
     server = KnownServer(lambda *counts: 1.2 * STEP_TIMES.seconds(*counts), chunk=3)
     level, _ = loaded(server, rate=1.0, count=300)
     found = level_factor(STEP_TIMES, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.08)
 
 
-def test_a_level_without_answers_tells_nothing():
+def test_a_level_without_answers_gives_no_factor():
     level, _ = loaded(KnownServer(STEP_TIMES.seconds), count=3)
     empty = msgspec.structs.replace(
         level,

@@ -37,7 +37,7 @@ def measured(tmp_path: Path, step_seconds: float) -> Path:
 
 
 @pytest.mark.clock
-def test_the_law_of_a_real_server_is_in_the_file(tmp_path: Path) -> None:
+def test_the_step_times_of_a_real_server_are_in_the_file(tmp_path: Path) -> None:
     found = machine_file_of(read_records(measured(tmp_path, 0.02)))
     assert found.name.endswith(" cores")
     (one,) = found.models
@@ -56,7 +56,7 @@ def test_several_models_are_one_campaign_that_confirms_nothing() -> None:
         plan_of(CalibrateOptions(models=("135m",), backend="nonsense"))
 
 
-def test_a_file_is_told_in_a_line_a_model() -> None:
+def test_a_machine_file_is_summarized_in_one_line_per_model() -> None:
     lines = speeds_in_words(machine_file(taken_share=0.2))
     assert "smollm2-135m Q4_0 on llama_cpp: prompts 712 tokens/s" in lines[0]
     assert "148 with 1, 199 with 8 (steps within 10%)" in lines[0]

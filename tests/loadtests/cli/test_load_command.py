@@ -32,19 +32,19 @@ def started(url: str, *words: str) -> subprocess.Popen[str]:
 
 def test_a_level_is_shown(truth_server: Start) -> None:
     child = started(truth_server(ttft=0.02, case="load"), "--duration", "2")
-    said = child.communicate(timeout=60)[0]
-    assert child.returncode == 0, said
+    output = child.communicate(timeout=60)[0]
+    assert child.returncode == 0, output
     for part in (
         "30.0 requests/s offered",
         "SLO chat: 100.0% SLO attainment",
         "TTFT",
         "send delay",
     ):
-        assert part in said, part
-    assert "# reqs" not in said  # Locust's own tables
+        assert part in output, part
+    assert "# reqs" not in output  # Locust's own tables
 
 
-def test_the_help_page_says_table_names_in_brackets() -> None:
+def test_the_help_page_shows_table_names_in_brackets() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "crossover", "load", "--help"],
         cwd=ROOT,
@@ -56,21 +56,21 @@ def test_the_help_page_says_table_names_in_brackets() -> None:
 
 
 @pytest.mark.parametrize(("fail", "word"), [("slam", "connection"), ("cut", "cut_off")])
-def test_an_endpoint_that_breaks_in_the_middle_is_said_and_the_rest_counts(
+def test_an_endpoint_that_breaks_midway_is_reported_and_the_rest_counts(
     truth_server: Start, fail: str, word: str
 ) -> None:
     url = truth_server(ttft=0.02, fail=fail, fail_after=20, case="breaks")
     child = started(url, "--duration", "2")
-    said = child.communicate(timeout=90)[0]
-    assert child.returncode == 0, said
-    failed = re.search(rf"failed: (\d+) {word}", said)
-    assert failed is not None and 30 < int(failed[1]) < 60, said
-    assert "SLO chat" in said and "misses" in said
+    output = child.communicate(timeout=90)[0]
+    assert child.returncode == 0, output
+    failed = re.search(rf"failed: (\d+) {word}", output)
+    assert failed is not None and 30 < int(failed[1]) < 60, output
+    assert "SLO chat" in output and "misses" in output
 
 
 def test_ctrl_c_ends_in_order(truth_server: Start) -> None:
     child = started(truth_server(ttft=0.02, case="stopped"), "--duration", "60")
     wait_for(psutil.Process(child.pid).children)  # the load generator was started
     child.send_signal(signal.SIGINT)
-    said = child.communicate(timeout=30)[0]
-    assert child.returncode == 2 and said.endswith("crossover: stopped.\n")
+    output = child.communicate(timeout=30)[0]
+    assert child.returncode == 2 and output.endswith("crossover: stopped.\n")

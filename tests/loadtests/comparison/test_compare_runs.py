@@ -124,7 +124,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     assert compare([a], [b], allow=["format"]).verdict == "not known"
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_what_is_left_out_is_reported() -> None:
     found = compare([run("a")], [run("b", load="1.01/s")])
     assert not found.rows and any(
         "no rate was measured on both sides" in one for one in found.notes
@@ -186,19 +186,19 @@ def test_the_verb_compares_run_folders_and_folders_of_runs(tmp_path: Path) -> No
         written(tmp_path / "b" / f"b{i}", 1.25 + 0.01 * i)
     a, b = (str(tmp_path / arm) for arm in "ab")
 
-    def asked(*args: str) -> Any:
+    def run_compare(*args: str) -> Any:
         return CliRunner().invoke(app, ["compare", *args])
 
-    done = asked(a, b)
+    done = run_compare(a, b)
     assert done.exit_code == 0, done.output
     for part in (": slower", "TTFT p50", "3.000/s", "3+3", "limit"):
         assert part in done.output, part
     slower = ["--fail-on", "slower"]
-    assert asked(*slower, a, b).exit_code == 1 and asked(*slower, b, a).exit_code == 0
-    one = asked(f"{a}/a0", f"{b}/b0")
+    assert run_compare(*slower, a, b).exit_code == 1 and run_compare(*slower, b, a).exit_code == 0
+    one = run_compare(f"{a}/a0", f"{b}/b0")
     assert one.exit_code == 0 and "not known: 1 and 1 runs" in one.output
     assert "+2" in one.output, "the difference as a number"
-    refused = asked(*slower, f"{a}/a0", f"{b}/b0")
+    refused = run_compare(*slower, f"{a}/a0", f"{b}/b0")
     assert refused.exit_code != 0 and "not known" in str(refused.exception)
     with pytest.raises(BadRunFolder, match="is not a run folder"):
         read(tmp_path)

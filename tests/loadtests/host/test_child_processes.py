@@ -35,7 +35,7 @@ def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
 
 
-def test_a_child_runs_on_its_cores_and_says_how_it_ended(tmp_path: Path) -> None:
+def test_a_child_runs_on_its_cores_and_reports_how_it_ended(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     with Child(
         [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"],
@@ -63,7 +63,7 @@ def test_leaving_a_child_ends_its_whole_group(tmp_path: Path) -> None:
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_processes_of_a_server_are_told_apart(tmp_path: Path) -> None:
+def test_processes_of_a_server_are_distinguished(tmp_path: Path) -> None:
     sleeper = (
         "[sys.executable, '-c', 'import time; time.sleep(60)', "
         "'crossover.serving.engine.engine_loop']"

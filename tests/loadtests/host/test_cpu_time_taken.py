@@ -15,7 +15,7 @@ import pytest
 from crossover.loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
 from crossover.loadtests.levels.disturbance import disturbance_of
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.quiet_machine
 CORE = max(os.sched_getaffinity(0))
 SPIN = f"import os\nos.sched_setaffinity(0, [{CORE}])\nwhile True: pass"
 
@@ -35,11 +35,13 @@ def test_a_stranger_on_the_core_is_seen_and_named(
     spinning: list[subprocess.Popen[bytes]],
 ) -> None:
     engine, hog = spinning
-    alone = CoreWatch(lambda: [engine.pid], engine.pid)
+    without_family = CoreWatch(lambda: [engine.pid], engine.pid)
     family = CoreWatch(lambda: [engine.pid], os.getpid())
-    assert alone.read() is None and family.read() is None, "the first reading sets the mark"
+    assert without_family.read() is None and family.read() is None, (
+        "the first reading sets the mark"
+    )
     time.sleep(1.0)
-    theirs, ours = alone.read(), family.read()
+    theirs, ours = without_family.read(), family.read()
     assert theirs is not None and ours is not None
     assert theirs.seconds >= 1.0
     assert theirs.work_seconds is not None and theirs.work_seconds > 0.05
@@ -88,7 +90,7 @@ def test_threads_that_come_and_go() -> None:
     assert after.stalled_seconds is not None and after.stalled_seconds >= 0
 
 
-def test_a_name_may_hold_brackets() -> None:
+def test_a_process_name_may_contain_brackets() -> None:
     line = b"12 (a) b (c) S 7 12 12 0 -1 4194560 1 0 0 0 150 50 3 4 20 0 9 0 777 1 2 " + b"0 " * 14
     found = process_of(line + b"5 0 0\n")
     assert (found.name, found.parent, found.start_ticks, found.core) == ("a) b (c", 7, 777, 5)

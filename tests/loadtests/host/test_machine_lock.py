@@ -13,16 +13,16 @@ from crossover.loadtests.host.machine_lock import machine_lock
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> None:
+def test_a_second_campaign_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
     file = tmp_path / "lock"
-    hold = (
+    holder = (
         "import sys; from pathlib import Path; from crossover.loadtests.host.machine_lock import "
         "machine_lock\n"
         f"with machine_lock('runs/a', file=Path({str(file)!r})):\n print('held', flush=True); "
         "sys.stdin.read()"
     )
     first = subprocess.Popen(
-        [sys.executable, "-c", hold],
+        [sys.executable, "-c", holder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -45,7 +45,7 @@ def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> N
         )
 
 
-def test_a_lock_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(MachineBusy, match="cannot be opened"),
         machine_lock("x", file=tmp_path / "no" / "folder"),

@@ -35,7 +35,7 @@ def test_samples_carry_the_level_that_runs() -> None:
         assert unseen == (None, None, None), "nobody there is None, not 0"
 
 
-def test_a_sink_that_fails_is_told() -> None:
+def test_a_sink_that_fails_is_reported() -> None:
     seen: list[ResourceSample] = []
 
     def full(sample: ResourceSample) -> None:
@@ -80,14 +80,14 @@ def fake_nvml(**changes: Any) -> Any:
     return SimpleNamespace(**functions)
 
 
-def test_a_gpu_is_read_in_our_units_and_what_it_does_not_tell_is_none() -> None:
+def test_gpu_readings_are_in_our_units_and_missing_ones_are_none() -> None:
     found = Gpu(fake_nvml()).read([7])
     assert found["gpu_memory_bytes"] == 20 << 30
     assert found["gpu_watts"] == 412.5 and found["gpu_energy_joules"] is None
     assert found["gpu_throttled"] == ["power cap", "thermal"]
 
 
-def test_a_driver_that_does_not_start_tells_nothing() -> None:
+def test_a_driver_that_does_not_start_gives_no_readings() -> None:
     def unloaded() -> None:
         raise RuntimeError("Driver Not Loaded")
 

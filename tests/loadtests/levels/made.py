@@ -117,7 +117,9 @@ def steady_level(
     return level(records, seconds, rate=rate, name=f"{rate}-{bad}-{seconds}", **changes)
 
 
-def alone(count: int = 20, bad: int = 0, *, start: int | None = 1, name: str = "alone") -> Level:
+def single_streams(
+    count: int = 20, bad: int = 0, *, start: int | None = 1, name: str = "alone"
+) -> Level:
     """Requests one at a time, the first `bad` too late."""
     records = [request(i, 6.0 * i, ttft=5.0 if i < bad else 0.3) for i in range(count)]
     return level(records, 6.0 * count, concurrency=1, start=start, name=name)

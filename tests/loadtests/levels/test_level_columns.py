@@ -118,10 +118,12 @@ def test_a_level_in_numbers() -> None:
     assert not level(records[1:], 51.0, due=122).is_whole, "a line of it is broken"
 
 
-def test_neighbours_that_are_bad_together_tell_less_and_single_streams_are_independent() -> None:
+def test_requests_that_miss_together_lower_the_effective_sample_size() -> None:
     """25 of 25 good prove 90 %, of requests that share nothing."""
-    alone = level([request(i, 2.0 * i) for i in range(25)], 50.0, concurrency=1)
-    assert alone.judge(SLO).verdict == "meets" and alone.judge(SLO).effective == 25
+    single_streams = level([request(i, 2.0 * i) for i in range(25)], 50.0, concurrency=1)
+    assert (
+        single_streams.judge(SLO).verdict == "meets" and single_streams.judge(SLO).effective == 25
+    )
     two = level([request(i, 1.0 * (i // 2)) for i in range(25)], 50.0, concurrency=2)
     assert two.judge(SLO).verdict == "unresolved"
     spread, clumped = (
@@ -132,7 +134,7 @@ def test_neighbours_that_are_bad_together_tell_less_and_single_streams_are_indep
     assert steady_level(2.0, 120.0, 100).judge(SLO).verdict == "misses"
 
 
-def test_a_level_whose_queue_grows_does_not_hold() -> None:
+def test_a_level_whose_queue_grows_misses_the_slo() -> None:
     growing = [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)]
     judged = level(growing, 120.0, rate=2.0).judge(SLO)
     assert judged.good == judged.due and judged.low >= 0.9

@@ -107,7 +107,7 @@ def test_a_quiet_level_has_no_warning() -> None:
         ),
     ],
 )
-def test_what_is_said_of_requests(
+def test_warnings_about_requests(
     records: list[RequestRecord],
     of_level: dict[str, Any],
     code: str,
@@ -143,7 +143,7 @@ def test_what_is_said_of_requests(
         ([sample(float(t), gpu_throttled=["heat"]) for t in (-1, 60, 1000)], "Throttled", None),
     ],
 )
-def test_what_is_said_of_the_machine(
+def test_warnings_about_the_machine(
     samples: list[ResourceSample], code: str, text: str | None
 ) -> None:
     found = warned(requests(60), samples).get(code)

@@ -49,7 +49,7 @@ def test_without_a_limit_a_queue_that_doubles_its_wait_is_not_steady() -> None:
     assert is_steady(due, 1.0 + 0.001 * due, 0.0, 60.0, None) is True
 
 
-def test_too_few_requests_tell_no_trend() -> None:
+def test_too_few_requests_show_no_trend() -> None:
     few, none, never = np.ones(19), np.empty(0), np.full(30, np.inf)
     assert is_steady(few, few, 0.0, 10.0, 1.0) is None
     assert is_steady(none, none, 0.0, 10.0, 1.0) is None

@@ -19,7 +19,7 @@ from typing import Any
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """A request as it came."""
 
     method: str
@@ -28,7 +28,7 @@ class Asked:
     body: Any  # JSON; None: there was none
 
 
-Handler = Callable[[Asked], bytes]
+Handler = Callable[[ReceivedRequest], bytes]
 
 
 @contextlib.contextmanager
@@ -80,7 +80,9 @@ def _serve(plain: socket.socket, handler: Handler) -> None:
                 name, _, value = line.decode("latin-1").partition(":")
                 headers[name.lower()] = value.strip()
             data = stream.read(int(headers.get("content-length", 0)))
-            answer = handler(Asked(method, path, headers, json.loads(data) if data else None))
+            answer = handler(
+                ReceivedRequest(method, path, headers, json.loads(data) if data else None)
+            )
             plain.sendall(answer)
             head = answer.partition(b"\r\n\r\n")[0].lower()
             if b"content-length" not in head and b"transfer-encoding" not in head:

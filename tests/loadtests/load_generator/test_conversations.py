@@ -23,7 +23,12 @@ from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import Constant
 from crossover.serving.workload.conversations import draw_sessions, mean_turns, mean_turns_of
 from crossover.serving.workload.request_lengths import Spread, Workload
-from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+from tests.loadtests.load_generator.scripted_endpoint import (
+    ReceivedRequest,
+    answered,
+    scripted,
+    sse,
+)
 
 ANSWER_SECONDS = 0.05
 THINK_SECONDS = 0.1
@@ -49,9 +54,9 @@ class Listener:
         self.prompt_tokens = prompt_tokens
         self._lock = threading.Lock()
 
-    def __call__(self, asked: Asked) -> bytes:
+    def __call__(self, request: ReceivedRequest) -> bytes:
         with self._lock:
-            self.chats.append(asked.body["messages"])
+            self.chats.append(request.body["messages"])
             number = len(self.chats)
         time.sleep(ANSWER_SECONDS)
         if self.fail(number):
@@ -60,7 +65,7 @@ class Listener:
         text = {"choices": [{"delta": {"content": f"answer {number}"}, "finish_reason": "stop"}]}
         words = sum(
             4 if one["role"] == "assistant" else len(one["content"].split())
-            for one in asked.body["messages"]
+            for one in request.body["messages"]
         )
         counts = {"prompt_tokens": self.prompt_tokens(words), "completion_tokens": 4}
         counts |= {"prompt_tokens_details": {"cached_tokens": 7}}
@@ -92,7 +97,7 @@ def talked(
     return records
 
 
-def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> None:
+def test_a_turn_sends_its_history_and_is_due_after_think_time() -> None:
     listener = Listener()
     records = talked(listener)
     turns = [(record.session, record.turn) for record in records]
@@ -147,14 +152,14 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
 
 
 @pytest.mark.clock
-def test_what_the_server_counts_of_marks_and_answers_is_asked_of_the_next_turn() -> None:
+def test_the_servers_token_counts_correct_the_next_turn() -> None:
     """A chat template that adds 6 tokens to every prompt, and answers that become three times as
     many tokens when they are sent back."""
     listener = Listener(prompt_tokens=lambda words: words + 6 + 2 * 4 * ((words - 20) // 9))
     records = talked(listener, TALK, at_sessions(0.4, TALK))
-    asked = [record.requested_prompt_tokens for record in records]
+    requested = [record.requested_prompt_tokens for record in records]
     assert [record.prompt_tokens for record in records] == [26, 43, 60]
-    assert asked == [20, 35, 60], "the third is asked as it is counted"
+    assert requested == [20, 35, 60], "the third is asked as it is counted"
     assert [record.added_tokens for record in records] == [12, 5, 5]
 
 

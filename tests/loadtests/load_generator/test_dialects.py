@@ -20,7 +20,12 @@ from crossover.loadtests.load_generator.openai_endpoint import (
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
-from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+from tests.loadtests.load_generator.scripted_endpoint import (
+    ReceivedRequest,
+    answered,
+    scripted,
+    sse,
+)
 
 GUIDE = Path(__file__).parents[3] / "docs" / "measure-any-endpoint.md"
 
@@ -257,10 +262,10 @@ DIALECTS = {
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_stream_of_each_server_is_read(name: str) -> None:
     dialect = DIALECTS[name]
-    asked: list[Asked] = []
+    received: list[ReceivedRequest] = []
 
-    def handle(one: Asked) -> bytes:
-        asked.append(one)
+    def handle(one: ReceivedRequest) -> bytes:
+        received.append(one)
         if one.path == f"{dialect.base}/models":
             return answered(dialect.models)
         return sse(*dialect.events, end=dialect.end)
@@ -276,7 +281,7 @@ def test_a_stream_of_each_server_is_read(name: str) -> None:
                 wire = b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"
             first = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
             record = stream(pool, wire, first, origin=origin, timeout_seconds=5.0)
-    assert asked[-1].path == f"{dialect.base}/chat/completions"
+    assert received[-1].path == f"{dialect.base}/chat/completions"
     assert record.error == dialect.error and dialect.words in (record.error_message or "")
     assert len(record.content_seconds) == dialect.contents
     assert record.first_answer_seconds == record.content_seconds[dialect.first_answer]

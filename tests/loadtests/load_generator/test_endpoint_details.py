@@ -17,17 +17,22 @@ from crossover.loadtests.load_generator.find_servers import (
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.identity.model_ladder import ladder_model
-from tests.loadtests.load_generator.scripted_endpoint import Asked, Handler, answered, scripted
+from tests.loadtests.load_generator.scripted_endpoint import (
+    Handler,
+    ReceivedRequest,
+    answered,
+    scripted,
+)
 
 
 def server(
     owner: str | None, models: list[str], routes: dict[str, Any] | None = None
-) -> Callable[[Asked], bytes]:
+) -> Callable[[ReceivedRequest], bytes]:
     """A server that lists models, and has these other routes."""
     cards = [{"id": name} | ({"owned_by": owner} if owner else {}) for name in models]
 
-    def handler(asked: Asked) -> bytes:
-        path = asked.path.partition("?")[0]
+    def handler(request: ReceivedRequest) -> bytes:
+        path = request.path.partition("?")[0]
         if path == "/v1/models":
             return answered({"object": "list", "data": cards})
         if routes is None or path not in routes:
@@ -94,7 +99,7 @@ SERVERS: dict[str, tuple[Handler, str, str, int | None, int | None]] = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_server_says_what_it_is_and_the_model_in_memory_comes_first(name: str) -> None:
+def test_a_server_is_identified_and_its_loaded_model_comes_first(name: str) -> None:
     handler, software, model, slots, kv_tokens = SERVERS[name]
     with scripted(handler) as url:
         found = look_at(url)
@@ -107,9 +112,9 @@ def test_a_server_says_what_it_is_and_the_model_in_memory_comes_first(name: str)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b'{"data": 3}', b"null"])
-def test_what_is_no_such_server_is_none_and_says_nothing(body: bytes) -> None:
+def test_an_unknown_server_gives_no_details_and_no_output(body: bytes) -> None:
     """Whatever else listens on one of the ports, and answers all routes."""
-    with scripted(lambda asked: answered(body)) as url:
+    with scripted(lambda request: answered(body)) as url:
         port = int(url.rpartition(":")[2])
         assert find_local_servers([port]) == []
         details = ask_details(Target(url=url), "m")
@@ -119,11 +124,11 @@ def test_what_is_no_such_server_is_none_and_says_nothing(body: bytes) -> None:
 def test_a_server_behind_a_key_is_known_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str | None] = []
 
-    def handler(asked: Asked) -> bytes:
-        sent.append(asked.headers.get("authorization"))
+    def handler(request: ReceivedRequest) -> bytes:
+        sent.append(request.headers.get("authorization"))
         if sent[-1] != "Bearer secret":
             return answered({"error": "Unauthorized"}, status=401)
-        return server("vllm", ["m"])(asked)
+        return server("vllm", ["m"])(request)
 
     monkeypatch.setenv("MY_KEY", "secret")
     with scripted(handler) as url:

@@ -105,7 +105,7 @@ def test_a_connection_that_ends_within_the_answer_is_cut_off(serve: Serve) -> No
     )
 
 
-def test_what_is_no_http_is_said_to_be_none(serve: Serve) -> None:
+def test_a_reply_that_is_not_http_is_reported_as_such(serve: Serve) -> None:
     error, message, _ = ask(serve(b"220 mail.example ESMTP\r\n", close=True))
     assert error == "connection" and "not valid HTTP" in (message or "")
 
@@ -159,7 +159,7 @@ def test_tls_works_and_a_certificate_is_checked(
     assert ask(serve(*pieces, context=context)) == (None, None, 2)
 
 
-def test_a_server_without_tls_is_said_to_have_none(serve: Serve) -> None:
+def test_a_server_without_tls_is_reported_as_such(serve: Serve) -> None:
     url = serve(HEAD + b"Content-Length: 0\r\n\r\n").replace("http://", "https://")
     error, message, _ = ask(url)
     assert error == "connection" and "its URL begins with http://" in (message or "")

@@ -42,7 +42,7 @@ def test_options_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize("text", ["1000000000x2", "2x1000000000", "9" * 30 + "x2", "0x2"])
-def test_lengths_are_bounded_and_said_in_words(text: str) -> None:
+def test_lengths_are_bounded_and_described(text: str) -> None:
     with pytest.raises(LoadError, match=r"_tokens must be (at (most|least)|an integer)"):
         parse_workload(text)
 

@@ -43,7 +43,7 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
 
 
 @pytest.mark.clock  # workers that start late send less
-def test_workers_share_the_rate_and_send_where_their_own_command_says(
+def test_workers_share_the_rate_and_send_to_the_host_of_their_command(
     truth_server: Callable[..., str], tmp_path: Path
 ) -> None:
     url = truth_server(ttft=0.05, case="workers")

@@ -31,7 +31,7 @@ USERS = 3
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
+def shared_generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
     """One load generator for all levels of this module: it takes one plan after the other."""
     with LoadGenerator(log=tmp_path_factory.mktemp("alone") / "log") as generator:
         yield generator
@@ -60,15 +60,15 @@ def level(
     return records, account, log
 
 
-@pytest.mark.alone
+@pytest.mark.quiet_machine
 def test_every_request_leaves_when_it_is_due_whatever_comes_back(
-    alone: LoadGenerator, truth_server: Start
+    shared_generator: LoadGenerator, truth_server: Start
 ) -> None:
     """One slot and answers of 0.3 s at 15/s: the queue grows to dozens, and not one request waits
     for another to be sent.
     """
     records, account, log = level(
-        alone,
+        shared_generator,
         truth_server(slots=1, ttft=0.25, case="open"),
         LevelPlan(rate=15.0, window_seconds=3.0),
         drain_seconds=2.0,
@@ -104,7 +104,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     )
 
 
-def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
+def test_a_level_that_cannot_run_is_reported_and_the_next_one_runs(
     truth_server: Start, tmp_path: Path
 ) -> None:
     with LoadGenerator(log=tmp_path / "log") as generator:
@@ -115,7 +115,9 @@ def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
         assert account.due > 0
 
 
-def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
+def test_a_killed_load_generator_leaves_the_records_it_sent(
+    truth_server: Start, tmp_path: Path
+) -> None:
     url = truth_server(case="kill")
     with LoadGenerator(log=tmp_path / "log") as generator:
         records: list[RequestRecord] = []
@@ -148,12 +150,12 @@ def test_a_level_that_its_caller_leaves_ends_its_processes(
 
 
 def test_the_requests_of_a_burst_leave_together_with_its_lengths(
-    alone: LoadGenerator, truth_server: Start
+    shared_generator: LoadGenerator, truth_server: Start
 ) -> None:
     """Whatever lengths the workload has."""
     burst = Burst(prompt_tokens=(10, 11, 12, 13), output_tokens=(5, 5, 6, 5))
     plan = LevelPlan(burst=burst, window_seconds=5.0)
-    records, _, _ = level(alone, truth_server(case="given"), plan)
+    records, _, _ = level(shared_generator, truth_server(case="given"), plan)
     records.sort(key=lambda record: record.index)
     assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
     assert [record.output_tokens for record in records] == [5, 5, 6, 5]
@@ -161,19 +163,23 @@ def test_the_requests_of_a_burst_leave_together_with_its_lengths(
     assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
 
 
-def test_single_streams_are_as_many_as_asked(alone: LoadGenerator, truth_server: Start) -> None:
+def test_single_streams_are_as_many_as_requested(
+    shared_generator: LoadGenerator, truth_server: Start
+) -> None:
     url = truth_server(case="single")
     plan = LevelPlan(concurrency=1, requests=5, window_seconds=30.0)
-    records, _, _ = level(alone, url, plan)
+    records, _, _ = level(shared_generator, url, plan)
     assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
     records.sort(key=lambda record: record.index)
     for before, after in pairwise(records):
         assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
 
 
-def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Start) -> None:
+def test_a_closed_loop_keeps_its_number(
+    shared_generator: LoadGenerator, truth_server: Start
+) -> None:
     records, _, _ = level(
-        alone,
+        shared_generator,
         truth_server(ttft=0.05, case="closed"),
         LevelPlan(concurrency=USERS, window_seconds=2.0),
     )
@@ -191,11 +197,11 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
 
 
 def test_load_goes_on_until_the_last_answer_that_counts(
-    alone: LoadGenerator, truth_server: Start
+    shared_generator: LoadGenerator, truth_server: Start
 ) -> None:
     """The last requests of the window end among as many others as the first did."""
     records, account, _ = level(
-        alone,
+        shared_generator,
         truth_server(slots=99, ttft=0.5, case="follow"),
         LevelPlan(rate=20.0, window_seconds=1.2),
         arrivals=Constant(),
@@ -213,12 +219,12 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     assert all("all requests that count have ended" in (r.error_message or "") for r in unanswered)
 
 
-def test_a_thousand_requests_a_second_are_told_whole(
-    alone: LoadGenerator, truth_server: Start
+def test_a_thousand_requests_a_second_are_all_recorded(
+    shared_generator: LoadGenerator, truth_server: Start
 ) -> None:
     """A thousand requests a second: every record arrives once, whole."""
     records, account, log = level(
-        alone,
+        shared_generator,
         truth_server(ttft=0.005, case="many"),
         LevelPlan(rate=1000.0, window_seconds=1.5),
         workload=Workload(prompt_tokens=16, output_tokens=1),

@@ -22,7 +22,12 @@ from crossover.loadtests.load_generator.openai_endpoint import (
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
-from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+from tests.loadtests.load_generator.scripted_endpoint import (
+    ReceivedRequest,
+    answered,
+    scripted,
+    sse,
+)
 
 Refuse = Callable[[dict[str, Any]], str | None]
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
@@ -57,16 +62,16 @@ class Endpoint:
         self.refuse, self.events = refuse, events
         self.bodies: list[dict[str, Any]] = []
 
-    def __call__(self, asked: Asked) -> bytes:
-        if asked.path == f"{self.base}/models":
+    def __call__(self, request: ReceivedRequest) -> bytes:
+        if request.path == f"{self.base}/models":
             return self.models if isinstance(self.models, bytes) else answered(self.models)
-        if asked.path != f"{self.base}/chat/completions":
-            return answered({"error": {"message": f"no route {asked.path}"}}, 404)
-        self.bodies.append(asked.body)
-        if asked.body["model"] != self.serves:
-            message = f"The model `{asked.body['model']}` does not exist."
+        if request.path != f"{self.base}/chat/completions":
+            return answered({"error": {"message": f"no route {request.path}"}}, 404)
+        self.bodies.append(request.body)
+        if request.body["model"] != self.serves:
+            message = f"The model `{request.body['model']}` does not exist."
             return answered({"error": {"message": message, "code": "model_not_found"}}, 404)
-        if (words := self.refuse(asked.body)) is not None:
+        if (words := self.refuse(request.body)) is not None:
             return answered({"error": {"message": words, "type": "invalid_request_error"}}, 400)
         return sse(*self.events)
 
@@ -80,8 +85,8 @@ def measured(endpoint: Endpoint, path: str = "", model: str | None = None) -> li
         with pool_for(target) as pool:
             facts = probe_endpoint(target, pool)
             wire = request_bytes(pool, target, facts, "some words", 100)
-            asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
-            record = stream(pool, wire, asked, origin=clock(), timeout_seconds=5.0)
+            record_of_request = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
+            record = stream(pool, wire, record_of_request, origin=clock(), timeout_seconds=5.0)
     assert record.error in (None, "empty"), record
     return facts.notes
 
@@ -105,7 +110,7 @@ def test_a_path_is_the_base_of_the_routes(path: str, base: str) -> None:
     measured(Endpoint(base=base), path)
 
 
-def test_errors_name_the_route_that_was_asked() -> None:
+def test_errors_name_the_route_that_was_called() -> None:
     with scripted(Endpoint(base="/v3")) as url:
         with pytest.raises(TargetUnusable, match=r":\d+/v1/models answered 404: no route /v1"):
             probe_endpoint(Target(url=f"{url}/v1", api="chat"))
@@ -137,7 +142,7 @@ def test_errors_name_the_route_that_was_asked() -> None:
     ],
     ids=str,
 )
-def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serves: str) -> None:
+def test_a_named_model_is_requested(models: Any, model: str | None, serves: str) -> None:
     measured(Endpoint(models=models, serves=serves), model=model)
 
 
@@ -168,7 +173,7 @@ def test_without_a_name_the_list_must_have_one(models: Any, message: str) -> Non
         probe_endpoint(Target(url=url, api="chat"))
 
 
-def test_a_model_that_is_not_there_is_said_with_those_that_are() -> None:
+def test_an_unknown_model_is_refused_with_the_models_there_are() -> None:
     with scripted(Endpoint()) as url:
         with pytest.raises(EndpointRefuses, match="does not exist.*not list the model 'x', but m"):
             probe_endpoint(Target(url=url, api="chat", model="x"))
@@ -270,11 +275,11 @@ class Faulty(Endpoint):
         super().__init__()
         self.answer, self.times, self.key = answer, times, key
 
-    def __call__(self, asked: Asked) -> bytes:
-        if asked.body is not None and self.key in asked.body and self.times > 0:
+    def __call__(self, request: ReceivedRequest) -> bytes:
+        if request.body is not None and self.key in request.body and self.times > 0:
             self.times -= 1
             return self.answer
-        return super().__call__(asked)
+        return super().__call__(request)
 
 
 NO_FIELD = {"error": {"message": "ignore_eos is not supported", "code": 400}}
@@ -296,7 +301,7 @@ def test_a_field_may_be_refused_in_any_form_that_names_it(answer: bytes) -> None
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_an_endpoint_that_is_busy_is_asked_again(status: int) -> None:
+def test_a_busy_endpoint_is_probed_again(status: int) -> None:
     busy = answered({"error": {"message": "the model is being loaded"}}, status)
     measured(Faulty(busy, times=1), model="m")
     with scripted(Faulty(busy, times=99)) as url:
@@ -387,5 +392,5 @@ def test_answers_have_the_workload_s_lengths_only_where_the_endpoint_can_do_that
     assert "answers have the workload's lengths" in route_words(can)
     cannot = TargetFacts("m", True, True, ignore_eos=False, api="chat")
     assert "answers end where the model ends them" in route_words(cannot)
-    says_so = msgspec.structs.replace(cannot, notes=["it does not know ignore_eos"])
-    assert "answers" not in route_words(says_so)
+    with_note = msgspec.structs.replace(cannot, notes=["it does not know ignore_eos"])
+    assert "answers" not in route_words(with_note)

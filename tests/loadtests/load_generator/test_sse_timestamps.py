@@ -38,10 +38,10 @@ def _ask(
     with pool_for(target) as pool:
         origin = clock()
         wire = request_bytes(pool, target, FACTS, "one two three", tokens)
-        ask = RequestRecord(
+        request = RequestRecord(
             cell="c", level="l", index=3, scheduled_seconds=0.0, requested_output_tokens=tokens
         )
-        record = stream(pool, wire, ask, origin=origin, timeout_seconds=timeout_seconds)
+        record = stream(pool, wire, request, origin=origin, timeout_seconds=timeout_seconds)
         log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
     return record, log.get(record.request_id), origin
 
@@ -215,7 +215,9 @@ def test_the_probe_leaves_out_what_is_refused(
     assert (record.output_tokens is None) == ("usage" in lost)
 
 
-def test_the_probe_says_why_not(truth_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_probe_gives_the_reason(
+    truth_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(TargetUnusable, match="cannot be reached"):
         probe_endpoint(Target(url="http://127.0.0.1:9"))
     with pytest.raises(TargetUnusable, match="api_key_env"):

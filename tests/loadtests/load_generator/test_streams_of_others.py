@@ -40,8 +40,8 @@ def record_of(answer: bytes, timeout_seconds: float = 5.0) -> RequestRecord:
         target = Target(url=url, api="chat")
         with pool_for(target) as pool:
             wire = request_bytes(pool, target, FACTS, "x", 8)
-            asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
-            return stream(pool, wire, asked, origin=clock(), timeout_seconds=timeout_seconds)
+            request = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
+            return stream(pool, wire, request, origin=clock(), timeout_seconds=timeout_seconds)
 
 
 CLIENT = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0, timeout=5.0)
@@ -188,7 +188,7 @@ NONE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
 @pytest.mark.parametrize("last", [NONE, {}, None, {"prompt_tokens": None}, {"prompt_tokens": -1}])
-def test_counts_that_say_nothing_take_none_away(last: dict[str, Any] | None) -> None:
+def test_empty_usage_counts_do_not_replace_real_ones(last: dict[str, Any] | None) -> None:
     role = chunk(choices=[{"delta": {"role": "assistant", "content": ""}}], usage=NONE)
     counted = chunk(choices=[{"delta": {"content": "b"}}], usage=COUNTS)
     record = record_of(sse(role, A, counted, STOP, chunk(choices=[], usage=last), DONE))

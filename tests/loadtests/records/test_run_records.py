@@ -64,7 +64,7 @@ def lines_of(*records: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
-def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
+def test_a_broken_line_in_the_middle_is_left_out_and_reported(tmp_path: Path, line: bytes) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
         folder.append_request(record("l", 0))
     with open(tmp_path / REQUESTS, "ab") as file:
@@ -124,7 +124,7 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
         RunFolder.create(tmp_path, MANIFEST_RECORD)
 
 
-def test_a_folder_is_made_with_its_parents_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_run_folder_is_made_with_its_parents_and_private_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "one"
     (path / "logs").mkdir(parents=True)
     mask = os.umask(0)
@@ -231,7 +231,7 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path, name: str) -> None:
         read_records(tmp_path)
 
 
-def test_what_is_read_holds_nothing_for_a_terminal(tmp_path: Path) -> None:
+def test_records_contain_no_terminal_escapes(tmp_path: Path) -> None:
     """The run may be somebody else's."""
     text = "load \x1b]0;x\x07 \x9b2J, tab\there"
     manifest = msgspec.structs.replace(MANIFEST_RECORD, command=[text])
@@ -257,7 +257,10 @@ def test_a_kept_run_may_have_its_requests_compressed(tmp_path: Path) -> None:
     plain.unlink()
     run = read_records(tmp_path / "run")
     assert list(run.requests()) == [record("l", 0)] and "line 2" in run.damage()[0]
-    for broken, said in ((packed.read_bytes()[:-20], "decompressed"), (b"no xz", "decompressed")):
+    for broken, message in (
+        (packed.read_bytes()[:-20], "decompressed"),
+        (b"no xz", "decompressed"),
+    ):
         packed.write_bytes(broken)
-        with pytest.raises(BadRunFolder, match=said):
+        with pytest.raises(BadRunFolder, match=message):
             list(read_records(tmp_path / "run").requests())

@@ -51,8 +51,8 @@ def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any
 def test_it_batches_as_the_simulator_does(world: str) -> None:
     more, (factor, *_) = WORLDS[world]
     due = due_times(Poisson(), 12.0, 200.0, 1)
-    asks = draw(WORKLOAD, len(due), 1)
-    prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
+    requests = draw(WORKLOAD, len(due), 1)
+    prompts, outputs = [a.prompt_tokens for a in requests], [a.output_tokens for a in requests]
     ttft, tpot = played(
         Truth(step_times=STEP_TIMES, slots=SLOTS, **dict[str, Any](more)), due, prompts, outputs
     )

@@ -42,11 +42,11 @@ def test_a_part_that_is_off_is_run_once_more(
     monkeypatch.setattr(
         selftest, "times", lambda bench: [Check("w", "TTFT", 1.0, next(found), 0.1)]
     )
-    said = StringIO()
-    with Progress(said) as progress:
+    output = StringIO()
+    with Progress(output) as progress:
         rows = selftest.run_selftest(progress)
     assert [(row.measured, row.passed) for row in rows] == [(second, second < 2.0)]
-    assert "repeating w: TTFT is off" in said.getvalue()
+    assert "repeating w: TTFT is off" in output.getvalue()
 
 
 def test_the_table_has_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +56,6 @@ def test_the_table_has_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> Non
         Check("bad", "send delay p99, s", None, 0.02, 0.01),
     ]
     show_selftest(rows)
-    said = capsys.readouterr().out
-    assert "TTFT p50" in said and "at most 0.01" in said and "equal" in said
-    assert "1 of 3 checks pass" in said and "Repeat this on an idle machine" in said
+    output = capsys.readouterr().out
+    assert "TTFT p50" in output and "at most 0.01" in output and "equal" in output
+    assert "1 of 3 checks pass" in output and "Repeat this on an idle machine" in output

@@ -118,7 +118,7 @@ def test_arrivals_that_are_not_poisson_are_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "limit", "high", "held", "wrong"),
+    ("low", "limit", "high", "confirmed", "wrong"),
     [
         (5.5, 6.89, 7.0, 4.8, set()),
         (5.5, 6.91, 7.5, 4.8, {"capacity, requests/s"}),  # 15 % off, however wide the interval
@@ -128,14 +128,18 @@ def test_arrivals_that_are_not_poisson_are_caught() -> None:
     ],
 )
 def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there_is(
-    low: float | None, limit: float | None, high: float | None, held: float | None, wrong: set[str]
+    low: float | None,
+    limit: float | None,
+    high: float | None,
+    confirmed: float | None,
+    wrong: set[str],
 ) -> None:
     found = Capacity(
         state="confirmed",
         low=low,
         estimated_rate=limit,
         high=high,
-        confirmed_rate=held,
+        confirmed_rate=confirmed,
         reason="too few levels",
     )
     rows = capacity_rows("world", found, 6.0, 6.0, 6.0)
@@ -144,16 +148,16 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
 
 
 @pytest.mark.parametrize(
-    ("low", "limit", "high", "held", "wrong"),
+    ("low", "limit", "high", "confirmed", "wrong"),
     [
         (6.5, 7.4, 8.0, 7.3, set()),  # the server was measured while it was fast
         (7.1, 8.1, 8.5, 7.4, {"capacity, requests/s", "confirmed, requests/s"}),
     ],
 )
 def test_a_server_of_two_speeds_may_be_seen_at_its_fast_one(
-    low: float, limit: float, high: float, held: float, wrong: set[str]
+    low: float, limit: float, high: float, confirmed: float, wrong: set[str]
 ) -> None:
     found = Capacity(
-        state="confirmed", low=low, estimated_rate=limit, high=high, confirmed_rate=held
+        state="confirmed", low=low, estimated_rate=limit, high=high, confirmed_rate=confirmed
     )
     assert failed(capacity_rows("world", found, 6.0, 7.0, 5.0)) == wrong

@@ -48,7 +48,7 @@ def test_any_type_that_llama_cpp_writes_is_taken(kind: str, whole: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (b"GGUF", b"GGML", "is not a GGUF file"),
         (b"llama", b"lxama", "foreign.gguf: unknown model architecture: 'lxama'"),
@@ -57,13 +57,13 @@ def test_any_type_that_llama_cpp_writes_is_taken(kind: str, whole: Path, tmp_pat
     ],
 )
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(
-    old: bytes, new: bytes, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    old: bytes, new: bytes, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     foreign = tmp_path / "foreign.gguf"
     write_gguf(TINY_LLAMA, foreign, "Q8_0")
     manifest_path(foreign).unlink()
     foreign.write_bytes(foreign.read_bytes().replace(old, new))
-    with pytest.raises(ModelError, match=said) as problem:
+    with pytest.raises(ModelError, match=message) as problem:
         try_tokenizer(Path(resolve(str(foreign), kind="gguf", cache=tmp_path / "cache").path))
     assert "\n" not in str(problem.value)
     assert not (tmp_path / "cache").exists()

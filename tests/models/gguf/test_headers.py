@@ -67,7 +67,7 @@ def test_a_damaged_header_is_read_or_refused_but_nothing_worse(
     assert refused > files / 6
 
 
-def test_of_another_architecture_the_header_says_what_serving_needs(
+def test_the_header_of_another_architecture_has_what_serving_needs(
     gguf_bytes: bytes, tmp_path: Path
 ) -> None:
     file = tmp_path / "x.gguf"
@@ -92,7 +92,7 @@ def test_a_key_that_is_not_there_is_named(key: str, gguf_bytes: bytes, tmp_path:
 
 # What the header of each family says: total and active parameters in thousands, experts used and
 # all, elements that a token caches, bytes of a slot's state.
-SAID = {
+EXPECTED = {
     "llama": (1115, 853, None, 512, 0),
     "llama-split": (1115, 853, None, 512, 0),
     "qwen3moe": (1513, 661, (2, 8), 512, 0),
@@ -107,14 +107,14 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_of_each_family_the_header_says_what_placement_needs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_header_of_each_family_has_what_placement_needs(name: str, tmp_path: Path) -> None:
     spec = read_header(write_family(name, tmp_path)).spec(name)
     experts = spec.experts and (spec.experts.used, spec.experts.count)
     elements = sum(one.layers * (one.keys + one.values) for one in spec.cache_groups)
     found = (spec.parameters, spec.active_parameters, experts, elements, spec.state_bytes_per_slot)
     print(name, found)
-    total, active, *exact = SAID[name]
+    total, active, *exact = EXPECTED[name]
     assert found[:2] == (
         pytest.approx(1000 * total, rel=1e-3),
         pytest.approx(1000 * active, rel=1e-3),

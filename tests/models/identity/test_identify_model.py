@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_file_says_its_shape_format_and_size(place: Path) -> None:
+def test_shape_format_and_size_come_from_the_file(place: Path) -> None:
     file = place / "tiny-Q8_0.gguf"
     found = identify(str(file))
     assert (found.name, found.kind, found.source) == ("tiny-Q8_0", "gguf", str(file))
@@ -106,7 +106,7 @@ def test_a_name_is_short(given: str, name: str) -> None:
     assert name_of(given) == name
 
 
-def test_models_that_are_called_the_same_are_told_apart(place: Path, tmp_path: Path) -> None:
+def test_models_with_the_same_name_are_distinguished(place: Path, tmp_path: Path) -> None:
     other = tmp_path / "tiny-Q8_0.gguf"
     write_gguf(TINY_LLAMA, other, "Q4_0")
     paths = [place / "tiny-Q8_0.gguf", other, place / "tiny-Q8_0.gguf"]
@@ -119,7 +119,7 @@ def test_models_that_are_called_the_same_are_told_apart(place: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("smolm2-135m", "Did you mean smollm2-135m"),
         ("smollm2-135m-instrukt", f"Did you mean {PACKAGED}"),
@@ -129,9 +129,11 @@ def test_models_that_are_called_the_same_are_told_apart(place: Path, tmp_path: P
     ],
 )
 def test_a_name_of_nothing_lists_near_ones_and_what_is_taken(
-    given: str, said: str, place: Path
+    given: str, message: str, place: Path
 ) -> None:
     name = given.format(place=place)
     assert find_local(name) is None
-    with pytest.raises(UnknownModel, match=f"{said}.*Give a GGUF file, a folder .* an id of the"):
+    with pytest.raises(
+        UnknownModel, match=f"{message}.*Give a GGUF file, a folder .* an id of the"
+    ):
         identify(name)

@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
     assert again == found and loaded.vocabulary == TINY_LLAMA.vocabulary
 
 
-def test_files_that_cannot_be_read_are_said() -> None:
+def test_files_that_cannot_be_read_are_named() -> None:
     """As they are for a server that runs as another user than the one who put the model there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -239,7 +239,7 @@ def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_hub_is_asked_and_its_own_cache_is_used(
+def test_the_hub_and_its_own_cache_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub.constants

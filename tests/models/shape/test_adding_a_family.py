@@ -58,7 +58,7 @@ def test_a_record_and_a_shape_give_the_logits_of_transformers(
     assert {"blk.0.attn_q.bias", "blk.1.post_attention_norm.weight"} <= names
 
 
-def test_values_that_the_record_knows_are_accepted_of_this_family_alone(
+def test_values_of_the_record_are_accepted_only_of_this_family(
     shape: ModelSpec, tmp_path: Path
 ) -> None:
     write_hf_folder(shape, tmp_path / "source", dtype="fp32")

@@ -86,9 +86,9 @@ def test_a_model_is_served_up_to_the_length_of_its_sliding_window() -> None:
 def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"config\.json"):
         read_config(tmp_path)
-    for text, said in (("{", "JSON"), ("[1]", "array")):
+    for text, message in (("{", "JSON"), ("[1]", "array")):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(BrokenWeights, match=said):
+        with pytest.raises(BrokenWeights, match=message):
             read_config(tmp_path)
 
 

@@ -219,7 +219,7 @@ def test_what_a_template_shows_of_calls(template: str, form: CallsForm | None) -
         ("{{ custom_tools }}" + CHATML, False),
     ],
 )
-def test_whether_a_template_tells_of_tools(template: str, is_shown: bool) -> None:
+def test_whether_a_template_supports_tools(template: str, is_shown: bool) -> None:
     assert Chat(template).shows_tools(template) == is_shown
 
 
@@ -264,15 +264,15 @@ KEPT: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
 
 
 def both(tokenizer: Any) -> list[str | None]:
-    said: list[str | None] = []
+    rendered: list[str | None] = []
     for variables in ({}, TOOLS):
         try:
-            said.append(tokenizer.render_chat(turns(("user", "x")), variables=variables))
+            rendered.append(tokenizer.render_chat(turns(("user", "x")), variables=variables))
         except BadChat as problem:
-            said.append(None)
+            rendered.append(None)
             named = "rag" in tokenizer.other_templates or "tool_use" in tokenizer.other_templates
             assert ("several chat templates" in str(problem)) == named
-    return said
+    return rendered
 
 
 @pytest.mark.parametrize("place", KEPT)

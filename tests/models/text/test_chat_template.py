@@ -44,7 +44,7 @@ def test_renders_as_transformers_does(source: str, add: bool) -> None:
     assert Chat(source).render_chat(MESSAGES, add) == want
 
 
-def test_llama_3_is_told_the_day_and_a_request_may_tell_another() -> None:
+def test_llama_3_gets_the_date_and_a_request_may_set_another() -> None:
     template = Chat(
         "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
         "{{ date_string }}"

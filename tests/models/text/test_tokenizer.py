@@ -74,7 +74,7 @@ def test_both_readers_know_the_same_facts(pair: tuple[Tokenizer, Tokenizer]) -> 
     )
 
 
-def test_control_tokens_in_text_are_text_unless_asked_for(
+def test_control_tokens_in_text_are_text_by_default(
     pair: tuple[Tokenizer, Tokenizer],
 ) -> None:
     for tokenizer in pair:
@@ -153,13 +153,13 @@ def test_end_tokens_and_template_come_from_all_of_the_files(tmp_path: Path) -> N
         "generation_config.json": {"eos_token_id": [0, 7]},
         "config.json": {"eos_token_id": 9},
     }
-    folder, said = write_files(tmp_path, files), [{"role": "user", "content": "x"}]
+    folder, messages = write_files(tmp_path, files), [{"role": "user", "content": "x"}]
     tokenizer = load_tokenizer(folder)
-    assert (tokenizer.eos_ids, tokenizer.render_chat(said)) == ({0, 2, 7}, "<s>x")
+    assert (tokenizer.eos_ids, tokenizer.render_chat(messages)) == ({0, 2, 7}, "<s>x")
     (folder / "generation_config.json").unlink()
     (folder / "chat_template.jinja").write_text("{{ messages | length }}")
     tokenizer = load_tokenizer(folder)
-    assert (tokenizer.eos_ids, tokenizer.render_chat(said)) == ({2, 9}, "1")
+    assert (tokenizer.eos_ids, tokenizer.render_chat(messages)) == ({2, 9}, "1")
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

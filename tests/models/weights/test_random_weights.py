@@ -68,7 +68,7 @@ def test_llama_cpp_runs_each_shape_of_mixtures_hybrids_and_windows(
     assert (logits.argmax(-1) == ids).mean() < 0.5, "it repeats its last token"
 
 
-def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_header_describes_the_requested_shape(tmp_path: Path) -> None:
     sizes = "layers hidden heads kv_heads head_dim intermediate vocabulary context tied".split()
     for spec in ALL:
         write_gguf(spec, tmp_path / "x.gguf", "Q4_K_M")

@@ -55,16 +55,16 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
         read_tensors(tmp_path)
 
 
-def test_a_hub_is_asked_for_the_files_that_the_index_names(
+def test_only_files_that_the_index_names_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
 
-    asked: list[list[str]] = []
+    patterns: list[list[str]] = []
     has_index = False
 
     def snapshot(repository: str, allow_patterns: list[str], **_: Any) -> str:
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         if INDEX in allow_patterns and has_index:
             found = {"weight_map": {"a": TWO[0], "b": TWO[1]}}
             (tmp_path / INDEX).write_text(json.dumps(found))
@@ -72,11 +72,11 @@ def test_a_hub_is_asked_for_the_files_that_the_index_names(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     for wanted in (["model.safetensors"], TWO):
-        asked.clear()
+        patterns.clear()
         with pytest.raises(ModelError):  # there is no config.json
             resolve("org/name", kind="hf")
-        fetched = {one for names in asked for one in names if one.endswith(".safetensors")}
-        assert fetched == {*wanted} and not any("*.safetensors" in names for names in asked)
+        fetched = {one for names in patterns for one in names if one.endswith(".safetensors")}
+        assert fetched == {*wanted} and not any("*.safetensors" in names for names in patterns)
         has_index = True
 
 

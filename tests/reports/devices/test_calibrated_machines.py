@@ -44,16 +44,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "machine.json"
 
 
-def test_a_measured_model_has_its_own_law_and_a_bigger_one_is_told_from_its_shape(
+def test_a_measured_model_has_its_own_step_times_and_a_bigger_one_scales_by_shape(
     path: Path,
 ) -> None:
     machine = calibrated_machine(path)
     own, narrow = machine.step_times(ladder_model("360m").spec, "Q4_0", 8, 1)
     assert own == truth(ladder_model("360m").spec)
     spec = ladder_model("3b").spec
-    told, wide = machine.step_times(spec, "Q4_0", 8, 1)
+    scaled, wide = machine.step_times(spec, "Q4_0", 8, 1)
     for rows, prompt, context in ((1, 0, 200), (8, 0, 4000), (0, 512, 0), (4, 128, 1000)):
-        assert told.seconds(rows, prompt, context) == pytest.approx(
+        assert scaled.seconds(rows, prompt, context) == pytest.approx(
             truth(spec).seconds(rows, prompt, context), rel=0.05
         )
     assert narrow < wide < machine.step_times(spec, "Q8_0", 8, 1)[1]
@@ -99,7 +99,7 @@ def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
     )
 
 
-def test_what_it_says_nothing_of_is_refused(path: Path) -> None:
+def test_models_that_the_machine_file_lacks_are_refused(path: Path) -> None:
     machine = calibrated_machine(path)
     with pytest.raises(ReportError, match="says nothing about int8"):
         machine.step_times(ladder_model("1b").spec, "int8", 8, 1)

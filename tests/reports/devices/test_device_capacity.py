@@ -31,7 +31,7 @@ T4 = machine_of(device_named("NVIDIA T4"))
 H100 = machine_of(device_named("NVIDIA H100 SXM"))
 
 
-def test_a_bigger_gpu_holds_more_of_a_model_and_its_interval_holds_the_estimate() -> None:
+def test_a_bigger_gpu_has_a_higher_capacity_and_its_interval_contains_the_estimate() -> None:
     small = capacity_of(served(T4), CHAT)
     big = capacity_of(served(H100), CHAT)
     for found in (small, big):
@@ -41,7 +41,7 @@ def test_a_bigger_gpu_holds_more_of_a_model_and_its_interval_holds_the_estimate(
     assert small.ttft_seconds and small.ttft_seconds < 2.0
 
 
-def test_holds_agrees_with_the_capacity_without_searching_for_it() -> None:
+def test_meeting_the_slo_at_a_rate_agrees_with_the_searched_capacity() -> None:
     found = capacity_of(served(T4), CHAT)
     assert found.low and found.high
     assert certainty_of(served(T4), CHAT, found.low * 0.9) == "yes"
@@ -49,14 +49,14 @@ def test_holds_agrees_with_the_capacity_without_searching_for_it() -> None:
     assert certainty_of(served(T4), CHAT, found.high * 1.2) == "no"
 
 
-def test_a_model_that_does_not_fit_one_gpu_is_shared_by_several_and_none_says_why() -> None:
+def test_a_model_too_big_for_one_gpu_is_split_or_refused_with_the_reason() -> None:
     shared = capacity_of(served(H100, "70b", 4), CHAT)
     assert shared.rate and shared.name == "4 x NVIDIA H100 SXM"
-    alone = capacity_of(served(T4, "70b"), CHAT)
-    assert alone.rate is None and "GiB, NVIDIA T4 has 15.0 GiB" in alone.reason
+    one_gpu = capacity_of(served(T4, "70b"), CHAT)
+    assert one_gpu.rate is None and "GiB, NVIDIA T4 has 15.0 GiB" in one_gpu.reason
 
 
-def test_a_machine_that_is_too_slow_alone_holds_no_rate() -> None:
+def test_a_machine_that_misses_the_slo_unloaded_has_no_capacity() -> None:
     strict = Slo("strict", ttft_seconds=0.001, tpot_seconds=0.0001, target=0.9)
     found = capacity_of(served(T4), strict)
     assert found.rate == 0.0 and "with one request at a time" in found.reason
@@ -64,7 +64,7 @@ def test_a_machine_that_is_too_slow_alone_holds_no_rate() -> None:
 
 
 @pytest.mark.parametrize("gpu", priced_gpus()[:3])
-def test_memory_grows_with_what_the_kv_cache_holds(gpu) -> None:  # type: ignore[no-untyped-def]
+def test_memory_grows_with_the_tokens_in_the_kv_cache(gpu) -> None:  # type: ignore[no-untyped-def]
     service = served(machine_of(gpu), "8b")
     empty, full = (service.needed_bytes(tokens) for tokens in (0, 10_000))
     assert full - empty == pytest.approx(10_000 * service.spec.kv_bytes_per_token("fp16") / 0.9)
@@ -93,14 +93,14 @@ def test_a_mixture_needs_a_gpu_for_all_experts_and_is_as_fast_as_the_active_ones
     dense = Service(big, ladder_model("qwen2.5-32b").spec, "Q4_0", TRAFFIC)
     mixture = listed("qwen3-30b-a3b", big)
     assert mixture.needed_bytes(0) == pytest.approx(dense.needed_bytes(0), rel=0.1)
-    alone = [
+    single_stream = [
         float(step_times.seconds(1, 0, 0))
         for step_times, _ in (
             big.step_times(one.spec, "Q4_0", 16, 1)
             for one in (mixture, dense, Service(big, ladder_model("3b").spec, "Q4_0", TRAFFIC))
         )
     ]
-    assert alone[0] < alone[1] / 3 and alone[0] < 2.5 * alone[2]
+    assert single_stream[0] < single_stream[1] / 3 and single_stream[0] < 2.5 * single_stream[2]
 
 
 def test_a_hybrid_has_the_slots_whose_states_fit_beside_its_weights_and_kv_cache() -> None:
@@ -109,8 +109,8 @@ def test_a_hybrid_has_the_slots_whose_states_fit_beside_its_weights_and_kv_cache
     (policy, roomy) = (hybrid.policy(), listed("qwen3.5-4b", H100, "bf16").policy())
     assert roomy.slots == H100.slots and 1 < policy.slots < T4.slots
     assert T4.memory_bytes is not None
-    held = hybrid.needed_bytes(policy.pool_tokens, states=policy.slots)
-    assert 0.9 * T4.memory_bytes < held <= T4.memory_bytes
+    needed = hybrid.needed_bytes(policy.pool_tokens, states=policy.slots)
+    assert 0.9 * T4.memory_bytes < needed <= T4.memory_bytes
     assert hybrid.needed_bytes(0, states=2) - hybrid.needed_bytes(0) == pytest.approx(
         state, rel=0.12
     )  # within vLLM's share of the memory

@@ -47,7 +47,7 @@ def test_a_user_s_device_replaces_the_shipped_one_of_its_name(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "replacement"),
     [
         ("memory_gib = 24", "memory_gib = -1"),
         ('kind = "gpu"', 'kind = "fridge"'),
@@ -57,9 +57,11 @@ def test_a_user_s_device_replaces_the_shipped_one_of_its_name(
         ("memory_gib = 24", "memory_gib = nan"),
     ],
 )
-def test_a_broken_entry_is_one_sentence_with_its_key(change: str, said: str) -> None:
-    with pytest.raises(ReportError, match=said.split()[0] if "cpu" not in said else "memory_type"):
-        read_devices(OWN.replace(change, said), "devices.toml")
+def test_a_broken_entry_is_one_sentence_with_its_key(change: str, replacement: str) -> None:
+    with pytest.raises(
+        ReportError, match=replacement.split()[0] if "cpu" not in replacement else "memory_type"
+    ):
+        read_devices(OWN.replace(change, replacement), "devices.toml")
 
 
 def test_a_name_is_found_by_its_words_and_an_ambiguous_one_lists_what_matches() -> None:

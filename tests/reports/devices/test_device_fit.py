@@ -64,7 +64,7 @@ def test_fitted_constants_are_where_the_fit_ends() -> None:
     assert np.abs(np.linalg.solve(curve, -slope)).max() < 2 * 10**-fit.DIGITS
 
 
-def test_a_device_that_is_left_out_is_predicted_as_the_errors_say(
+def test_a_device_left_out_of_the_fit_is_predicted_within_the_stated_errors(
     left_out_errors: dict[tuple[str, str], float],
 ) -> None:
     logs = fit.fitted().logs

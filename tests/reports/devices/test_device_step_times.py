@@ -30,7 +30,7 @@ CPU = device_named("Intel Xeon 6980P")
 @pytest.mark.parametrize("devices", [1, 2, 16])
 @pytest.mark.parametrize("name", ["NVIDIA H100 SXM", "NVIDIA T4", "NVIDIA L4", "AMD MI300X"])
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dense", "experts"])
-def test_a_law_says_what_the_fitted_model_says(spec: ModelSpec, name: str, devices: int) -> None:
+def test_step_times_agree_with_the_fitted_model(spec: ModelSpec, name: str, devices: int) -> None:
     device = device_named(name)
 
     def read_bytes(tokens: float) -> float:
@@ -60,15 +60,15 @@ def test_a_law_says_what_the_fitted_model_says(spec: ModelSpec, name: str, devic
     )
     step_times, _ = predicted_step_times(device, spec, "bf16", 64, devices)
     for rows, context in ((1, 500), (7, 900), (40, 1500), (64, 300)):
-        asked = [
+        queries = [
             msgspec.structs.replace(case, rows=rows, context=context, read_bytes=read_bytes(rows))
         ]
-        facts, v = features(asked), fit.fitted().values(ACCELERATOR, asked)
-        said = accelerator_decode(v, facts, np.array([float(rows)]))[0]
-        assert step_times.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)
+        facts, v = features(queries), fit.fitted().values(ACCELERATOR, queries)
+        fitted = accelerator_decode(v, facts, np.array([float(rows)]))[0]
+        assert step_times.seconds(rows, 0, rows * context) == pytest.approx(fitted, rel=0.13)
     facts, v = features([case]), fit.fitted().values(ACCELERATOR, [case])
-    said = accelerator_prefill(v, facts, 1.0)[0]
-    assert step_times.seconds(0, 1024, 0) == pytest.approx(said, rel=0.2)
+    fitted = accelerator_prefill(v, facts, 1.0)[0]
+    assert step_times.seconds(0, 1024, 0) == pytest.approx(fitted, rel=0.2)
 
 
 def test_steps_are_shared_by_links_that_cost() -> None:

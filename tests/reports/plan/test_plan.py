@@ -21,7 +21,7 @@ from crossover.reports.render.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
 
-def asked(rate: float = 1.0, **more: object) -> Question:
+def make_question(rate: float = 1.0, **more: object) -> Question:
     forecast = {"peak_rate": rate, **more.pop("forecast", {})}  # type: ignore[dict-item]
     return read_question({"model": "1b", "forecast": forecast, **more})
 
@@ -46,7 +46,7 @@ BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
 
 
 def plan(rate: float, *candidates: Candidate, **more: object) -> Plan:
-    return make_plan(asked(rate, **more), candidates or (HERE, SMALL, BIG))
+    return make_plan(make_question(rate, **more), candidates or (HERE, SMALL, BIG))
 
 
 def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_energy() -> None:
@@ -58,12 +58,12 @@ def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_ene
     assert choice_sentence(made).startswith("Your machine (here) as it is serves llama-3.2-1b")
 
 
-def test_the_cheapest_whose_low_end_holds_the_peak_is_chosen() -> None:
+def test_the_cheapest_option_whose_low_end_covers_the_peak_is_chosen() -> None:
     made = plan(1.5)
     assert made.choice is not None and made.choice.machine in ("small", "here")
-    alone = plan(1.5, SMALL, BIG)
-    assert alone.choice is not None and alone.choice.machine == "small"
-    assert alone.choice.dollars == pytest.approx(0.5 * HOURS_A_MONTH)
+    cheapest = plan(1.5, SMALL, BIG)
+    assert cheapest.choice is not None and cheapest.choice.machine == "small"
+    assert cheapest.choice.dollars == pytest.approx(0.5 * HOURS_A_MONTH)
     # 9/s: five small ones cost $2.5 an hour, one big one $2
     assert (choice := plan(9.0, SMALL, BIG).choice) is not None and choice.machine == "big"
 
@@ -86,14 +86,16 @@ def test_the_change_of_the_choice_lies_on_a_stair() -> None:
 
 
 def test_a_cpu_that_nobody_measured_is_perhaps_and_never_a_flat_no() -> None:
-    made = make_plan(here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG])
+    made = make_plan(
+        here := make_question(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG]
+    )
     row = next(one for one in made.options if "Xeon" in one.machine)
     assert (row.certainty, row.machines, row.dollars) == ("perhaps", None, None)
     assert "perhaps: calibrate it" in as_text(made)
     assert made.choice is not None and made.choice.machine == "big"
 
 
-def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
+def test_spares_are_added_and_an_insufficient_choice_is_reported() -> None:
     assert plan(1.5, SMALL, spares=1).options[0].machines == 2
     hopeless = machine("slow", 0.0, 0.0, 0.0, 1.0)
     made = plan(1.0, hopeless)
@@ -134,7 +136,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"forecast": {}}, "give one of peak_rate, mean_rate, users; got none"),
         ({"forecast": {"peak_rate": -1}}, "forecast.peak_rate must be above 0, got -1"),
@@ -153,11 +155,11 @@ def test_the_example_is_short_and_can_be_read() -> None:
     ],
 )
 def test_a_wrong_file_is_one_sentence_with_key_and_value(
-    change: dict[str, object], said: str
+    change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(BadPlan) as caught:
         read_question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_conversations_are_planned_with_their_histories() -> None:
@@ -190,16 +192,16 @@ def test_a_gpu_without_a_list_price_is_considered_at_yours(
 
 def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
     found = Capacity(state="not_confirmed", estimated_rate=1.0, low=0.8, high=1.25)
-    told = _measured_candidate("mine", found, None)
-    assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
-    assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
+    estimated = _measured_candidate("mine", found, None)
+    assert estimated.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
+    assert estimated.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
     confirmed = _measured_candidate(
         "mine", Capacity(state="confirmed", confirmed_rate=0.6, low=0.7, estimated_rate=1.0), None
     )
     assert (confirmed.low, confirmed.grade) == (0.6, "confirmed"), "as the report says, and no more"
 
 
-def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_plan_of_a_run_without_capacities_names_the_resume_command(tmp_path: Path) -> None:
     for name in (MANIFEST, EVENTS, REQUESTS):
         shutil.copy(shown()[0] / name, tmp_path)
     (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes().split(b"\n")[0] + b"\n")

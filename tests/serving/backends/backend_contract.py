@@ -64,7 +64,7 @@ def check_contract(
     """Every check below, in order."""
     case = _Case(backend, reference, tie, seed)
     _info(backend)
-    _alone(case)
+    _unbatched(case)
     _chunked_prefill(case)
     _truncate(case)
     _order_of_results(case)
@@ -83,7 +83,7 @@ def _info(backend: Backend) -> None:
     assert info.vocabulary > 1 and info.device in ("cpu", "gpu") and info.device_name
 
 
-def _alone(case: _Case) -> None:
+def _unbatched(case: _Case) -> None:
     """One sequence, in the first and in the last slot, is what the reference says."""
     for slot in sorted({0, case.slots - 1}):
         case.expect_generated(case.prompt(17, slot), 12, f"alone in slot {slot}", slot=slot)
@@ -197,23 +197,26 @@ def check_scheduled(
     scheduler = scheduler_on(backend, prefill_tokens=prefill_tokens)
     random = np.random.default_rng(seed + 800)
     shared = prompt_of(backend, min(48, info.settings.context_tokens // 2), seed + 801)
-    asked: dict[int, tuple[list[int], int]] = {}
+    requests_by_number: dict[int, tuple[list[int], int]] = {}
     text: dict[int, str] = {}
     reused = 0
-    while len(asked) < requests or scheduler.busy:
-        for _ in range(int(random.integers(0, 3)) if len(asked) < requests else 0):
-            number = len(asked)
+    while len(requests_by_number) < requests or scheduler.busy:
+        for _ in range(int(random.integers(0, 3)) if len(requests_by_number) < requests else 0):
+            number = len(requests_by_number)
             most = info.settings.context_tokens // 3
             own = prompt_of(backend, int(random.integers(1, most)), seed + 802 + number)
             prompt = [*shared[: int(random.choice([0, 30, len(shared)]))], *own]
-            asked[number] = (prompt, int(random.integers(1, 14)))
-            assert scheduler.add(Submit(number, GenerationRequest(*asked[number]))) is None
+            requests_by_number[number] = (prompt, int(random.integers(1, 14)))
+            assert (
+                scheduler.add(Submit(number, GenerationRequest(*requests_by_number[number])))
+                is None
+            )
         for delta in scheduler.step():
             text[delta.id] = text.get(delta.id, "") + delta.text
             reused += delta.cached_tokens or 0
     assert reused > 0, "no prefix was reused though many were shared"
     case = _Case(backend, reference, tie, seed)
-    for number, (prompt, count) in asked.items():
+    for number, (prompt, count) in requests_by_number.items():
         got = [int(token) for token in text[number].split()]
         assert len(got) == count
         case.expect(got, prompt, f"scheduled, prompt of {len(prompt)}")
@@ -229,14 +232,14 @@ def check_seeded(backend: Backend) -> None:
             slot: list(prompt)
         }
         settings = {mate: Sampling(temperature=1.0, seed=mate) for mate in mates} | {slot: sampling}
-        held = dict.fromkeys(sequences, 0)
+        cached = dict.fromkeys(sequences, 0)
         for _ in range(9):
             rows = [
-                row(at, sequences[at][held[at] :], held[at], sampling=settings[at])
+                row(at, sequences[at][cached[at] :], cached[at], sampling=settings[at])
                 for at in sorted(sequences)
             ]
             for item, result in zip(rows, backend.step(rows), strict=True):
-                held[item.slot] = len(sequences[item.slot])
+                cached[item.slot] = len(sequences[item.slot])
                 sequences[item.slot].append(result.token)
         return sequences[slot][len(prompt) :]
 
@@ -245,9 +248,9 @@ def check_seeded(backend: Backend) -> None:
         Sampling(temperature=0.9, seed=11),
         Sampling(temperature=0.9, top_p=0.95, top_k=50, min_p=0.001, seed=12),
     ):
-        alone = draw(0, [], sampling)
-        assert alone == draw(last, [0, 1], sampling) == draw(1, [0, 2, last], sampling)
-        assert alone != draw(0, [], msgspec.structs.replace(sampling, seed=99))
+        single = draw(0, [], sampling)
+        assert single == draw(last, [0, 1], sampling) == draw(1, [0, 2, last], sampling)
+        assert single != draw(0, [], msgspec.structs.replace(sampling, seed=99))
 
 
 def check_logprobs(
@@ -293,7 +296,7 @@ class Stream:
 
     prompt: list[int]
     count: int
-    held: int = 0
+    cached: int = 0
     generated: list[int] = field(default_factory=list)
 
     @property
@@ -301,7 +304,7 @@ class Stream:
         return len(self.generated) >= self.count
 
     def next_piece(self, most: int) -> list[int]:
-        return [*self.prompt, *self.generated][self.held : self.held + most]
+        return [*self.prompt, *self.generated][self.cached : self.cached + most]
 
 
 def _churn_step(backend: Backend, running: dict[int, Stream], random: np.random.Generator) -> None:
@@ -311,9 +314,9 @@ def _churn_step(backend: Backend, running: dict[int, Stream], random: np.random.
         sequence = running[slot]
         piece = sequence.next_piece(1 + int(random.integers(0, 1 + min(24, budget))))
         budget -= len(piece) - 1
-        ends_prompt = sequence.held + len(piece) >= len(sequence.prompt) + len(sequence.generated)
-        rows.append(row(slot, piece, sequence.held, wants_token=ends_prompt))
-        sequence.held += len(piece)
+        ends_prompt = sequence.cached + len(piece) >= len(sequence.prompt) + len(sequence.generated)
+        rows.append(row(slot, piece, sequence.cached, wants_token=ends_prompt))
+        sequence.cached += len(piece)
     results = iter(backend.step(rows))
     for item in rows:
         if item.wants_token:

@@ -70,8 +70,8 @@ def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
             piece = prefix[position : position + backend.info.settings.step_tokens]
             position += len(piece)
             start, last = position - len(piece), position == len(prefix)
-            asked = row(slot, piece, start, wants_token=last, sampling=Sampling(logprobs=20))
-            results = backend.step([asked])
+            request_row = row(slot, piece, start, wants_token=last, sampling=Sampling(logprobs=20))
+            results = backend.step([request_row])
         report = results[0].logprobs
         assert report is not None
         values = dict(zip(report.top_ids, report.top_values, strict=True))
@@ -80,7 +80,7 @@ def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
     return tie
 
 
-def greedy_alone(backend: Backend, slot: int = 0) -> Reference:
+def greedy_unbatched(backend: Backend, slot: int = 0) -> Reference:
     """A reference made of a second instance of the backend, one sequence at a time."""
     known: dict[tuple[int, ...], list[int]] = {}
 

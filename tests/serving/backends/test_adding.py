@@ -78,7 +78,7 @@ def served(folder: Path, *arguments: str) -> Iterator[str]:
         process.wait(20)
 
 
-def asked(url: str, body: dict[str, Any] | None = None) -> Any:
+def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=20) as answer:
@@ -88,8 +88,8 @@ def asked(url: str, body: dict[str, Any] | None = None) -> Any:
 def test_a_backend_is_one_folder_and_one_row(copy: Path) -> None:
     with served(copy, "135m", "--backend", NAME) as url:
         body = {"model": "smollm2-135m", "prompt": [65, 66, 67], "max_tokens": 4}
-        answer = asked(f"{url}/v1/completions", body)
-        placement = asked(f"{url}/v1/placement")
+        answer = fetch(f"{url}/v1/completions", body)
+        placement = fetch(f"{url}/v1/placement")
     assert answer["usage"]["completion_tokens"] == 4
     assert len(set(answer["choices"][0]["text"])) == 1  # it repeats the last token
     assert NAME in json.dumps(placement)

@@ -14,7 +14,7 @@ from tests.serving.backends.backend_contract import (
     check_contradictions,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import Make, greedy_alone
+from tests.serving.backends.backend_steps import Make, greedy_unbatched
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder
 from tests.shapes import TINY_QWEN3
 
@@ -35,6 +35,6 @@ ON_CPU = [
 def test_a_backend_of_the_table_keeps_the_contract(make: Make, backend_name: str) -> None:
     source = SOURCES[BACKENDS[backend_name].weights]()
     backend = make(source)
-    check_contract(backend, greedy_alone(make(source, slots=1)))
+    check_contract(backend, greedy_unbatched(make(source, slots=1)))
     check_seeded(backend)
     check_contradictions(make(source))

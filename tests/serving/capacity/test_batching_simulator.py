@@ -62,9 +62,14 @@ class Clocked(FakeBackend):
     `told`: it says apart what its decoding rows took.
     """
 
-    def __init__(self, config, step_times, told):
+    def __init__(self, config, step_times, reports_decode):
         super().__init__(config, lambda *_: None)
-        self.step_times, self.told, self.now, self.last_decode_seconds = step_times, told, 0.0, None
+        self.step_times, self.reports_decode, self.now, self.last_decode_seconds = (
+            step_times,
+            reports_decode,
+            0.0,
+            None,
+        )
 
     def step(self, rows):
         decoding = [row for row in rows if len(row.tokens) == 1]
@@ -76,12 +81,12 @@ class Clocked(FakeBackend):
             len(rows) - len(decoding) + bool(decoding),
         )
         self.last_decode_seconds = (
-            self.step_times.seconds(len(decoding), 0, context) if self.told else None
+            self.step_times.seconds(len(decoding), 0, context) if self.reports_decode else None
         )
         return super().step(rows)
 
 
-def scheduled(step_times, policy, due, pairs, told):
+def scheduled(step_times, policy, due, pairs, reports_decode):
     """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has
     to learn the step-time model; and how often it preempted one.
     """
@@ -92,7 +97,7 @@ def scheduled(step_times, policy, due, pairs, told):
         settings=msgspec.structs.replace(policy, context_tokens=512),
         prefix_reuse=False,
     )
-    backend = Clocked(config, step_times, told)
+    backend = Clocked(config, step_times, reports_decode)
     engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
     first, last, arrived = {}, {}, 0
     while arrived < len(due) or engine.busy:
@@ -144,7 +149,7 @@ def test_geometric_service_is_m_m_c(servers, load):
 
 
 @pytest.mark.parametrize(
-    ("step_times", "rate", "kv_tokens", "within", "told"),
+    ("step_times", "rate", "kv_tokens", "within", "reports_decode"),
     [
         pytest.param(SMALL, 1.0, None, 0.03, False, id="small, learnt"),
         pytest.param(CALLS, 0.7, None, 0.06, False, id="calls, learnt"),
@@ -158,7 +163,9 @@ def test_geometric_service_is_m_m_c(servers, load):
         pytest.param(SMALL, 0.7, 700, 0.06, False, id="tight pool, learnt", marks=SLOW_TEST),
     ],
 )
-def test_the_simulation_is_of_the_schedulers_own_policy(step_times, rate, kv_tokens, within, told):
+def test_the_simulation_is_of_the_schedulers_own_policy(
+    step_times, rate, kv_tokens, within, reports_decode
+):
     policy = SchedulerSettings(
         slots=8,
         prefill_tokens=256,
@@ -170,7 +177,7 @@ def test_the_simulation_is_of_the_schedulers_own_policy(step_times, rate, kv_tok
     pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
     due = np.cumsum(rng.exponential(1 / rate, 400))
     played = simulate(step_times, policy, due, *pairs.T)
-    *times, preemptions = scheduled(step_times, policy, due, pairs, told)
+    *times, preemptions = scheduled(step_times, policy, due, pairs, reports_decode)
     assert (preemptions > 10) is (kv_tokens is not None)
     for simulated, true in zip((played.ttft, played.tpot), times, strict=True):
         for share in (0.5, 0.9, 0.99):
@@ -180,13 +187,16 @@ def test_the_simulation_is_of_the_schedulers_own_policy(step_times, rate, kv_tok
             ), share
 
 
-def test_one_single_stream_request_takes_what_the_law_says():
+def test_one_single_stream_request_takes_the_time_of_the_model():
     played = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [11])
     assert played.ttft[0] == pytest.approx(STEP_TIMES.seconds(0, 100, 0))
     assert played.tpot[0] == pytest.approx(STEP_TIMES.seconds(1, 0, 104.5))
-    alone = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [1])
-    assert np.isnan(alone.tpot[0]) and Slo("x", ttft_seconds=2.0, tpot_seconds=0.1).met_by(alone)[0]
-    assert not Slo("x", ttft_seconds=0.01).met_by(alone)[0]
+    single_stream = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [1])
+    assert (
+        np.isnan(single_stream.tpot[0])
+        and Slo("x", ttft_seconds=2.0, tpot_seconds=0.1).met_by(single_stream)[0]
+    )
+    assert not Slo("x", ttft_seconds=0.01).met_by(single_stream)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():
@@ -245,9 +255,9 @@ def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
 def test_single_streams_of_a_mixture_are_the_same_in_closed_form():
     lengths = Lengths(np.array([30, 700]), np.array([5, 20]), np.array([0, 0]))
     settings = SchedulerSettings(step_tokens=512)
-    alone = Server(EXPERTS_STEP_TIMES, settings, lengths).unloaded()
+    single_stream = Server(EXPERTS_STEP_TIMES, settings, lengths).unloaded()
     for number in range(2):
         own = [lengths.prompt[number]], [lengths.output[number]]
         played = simulate(EXPERTS_STEP_TIMES, settings, [0.0], *own)
-        assert alone.ttft[number] == pytest.approx(played.ttft[0], rel=0.01)
-        assert alone.tpot[number] == pytest.approx(played.tpot[0])
+        assert single_stream.ttft[number] == pytest.approx(played.ttft[0], rel=0.01)
+        assert single_stream.tpot[number] == pytest.approx(played.tpot[0])

@@ -93,8 +93,8 @@ def step_times_of(measured: Measured, experts: Routing | None) -> StepTimeModel:
     """As a calibration makes it."""
     server = KnownServer(steps_of(measured), slots=SLOTS.slots)
     due = [100.0 * number for number in range(6)]
-    alone = server.level(due, (20, 100, 64, 50, 128, 90), [40] * 6)
-    step_times = calibrate(server, CHAT, SLOTS.slots, 20.0, [alone], experts).step_times
+    single_streams = server.level(due, (20, 100, 64, 50, 128, 90), [40] * 6)
+    step_times = calibrate(server, CHAT, SLOTS.slots, 20.0, [single_streams], experts).step_times
     assert step_times is not None
     return step_times
 
@@ -122,7 +122,7 @@ def capacity_errors(
         pytest.param(Q8_0_128, 3, id="Q8_0", marks=pytest.mark.slow),
     ],
 )
-def test_the_law_with_experts_tells_the_capacity(measured: Measured, multiple: int) -> None:
+def test_step_times_with_experts_predict_the_capacity(measured: Measured, multiple: int) -> None:
     (error,) = capacity_errors(measured, multiple, step_times_of(measured, measured[0]))
     assert error == pytest.approx(0.0, abs=0.08)
 

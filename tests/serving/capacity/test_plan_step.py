@@ -60,9 +60,9 @@ def test_without_a_target_a_step_takes_its_prompt_tokens() -> None:
     assert plan_step([400], 64, settings, Costs()) == [], "the step is full of decoding rows"
 
 
-def test_what_nobody_said_is_the_devices() -> None:
-    said = RequestedSettings(context_tokens=4096, prefill_tokens=100)
-    on_cpu, on_gpu = (said.filled(DEFAULT_SETTINGS[device]) for device in ("cpu", "gpu"))
+def test_settings_left_open_are_the_devices_defaults() -> None:
+    requested = RequestedSettings(context_tokens=4096, prefill_tokens=100)
+    on_cpu, on_gpu = (requested.filled(DEFAULT_SETTINGS[device]) for device in ("cpu", "gpu"))
     assert (on_cpu.slots, on_cpu.prefill_tokens, on_cpu.step_tokens) == (16, 100, 512)
     assert (on_gpu.slots, on_gpu.prefill_tokens, on_gpu.step_tokens) == (256, 100, 2048)
     assert on_cpu.context_tokens == on_gpu.context_tokens == 4096

@@ -59,7 +59,7 @@ def test_the_steepness_is_that_of_a_slower_machine():
     assert tight.steepness > found.steepness, "the nearer the limit is, the steeper"
 
 
-def test_requests_that_fail_alone_have_no_capacity():
+def test_requests_that_miss_the_slo_unloaded_have_no_capacity():
     found = capacity(SERVER.slower(20))
     assert found.rate == 0.0 and found.unloaded_attainment < 0.9
 
@@ -74,7 +74,7 @@ def test_the_time_to_the_answer_is_judged_while_requests_are_still_running():
     assert 0 < thinks.rate < answers.rate
 
 
-def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
+def test_an_slo_without_limits_is_met_until_the_server_is_saturated():
     found = capacity(slo=Slo("x", target=0.9))
     server = Server(
         STEP_TIMES, POLICY, lengths_of(CHAT, QUICK_REQUESTS, SEED), count=QUICK_REQUESTS

@@ -151,7 +151,7 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
     assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)
 
 
-def test_capacity_with_reuse_is_higher_and_is_told_in_users() -> None:
+def test_capacity_with_reuse_is_higher_and_is_given_in_users() -> None:
     """Little's law is held to what the simulation itself has under way."""
     settings = SchedulerSettings(slots=16, step_tokens=512)
     found = ServerModel(STEPS, settings).capacity(Demand(CHATS), SLO, 2_000)
@@ -180,7 +180,7 @@ def test_few_slots_evict_histories_and_lower_the_capacity() -> None:
     assert few < 0.8 * many
 
 
-def test_a_conversation_alone_computes_only_what_is_new() -> None:
+def test_an_unloaded_conversation_computes_only_new_tokens() -> None:
     """One after the other, each turn goes on where the slot stands: in closed form as played."""
     settings = SchedulerSettings(slots=1, step_tokens=4096)
     talk = msgspec.structs.replace(CHATS, turns=3, shared_prefix_tokens=0)
@@ -188,10 +188,10 @@ def test_a_conversation_alone_computes_only_what_is_new() -> None:
     assert lengths.prompt.tolist()[0] == 220 and len(lengths.prompt) == 3
     server = Server(STEPS, settings, lengths, Constant())
     played = server.simulate_due(np.zeros(1))
-    alone = server.unloaded()
+    single_stream = server.unloaded()
     for one in ("ttft", "tpot", "e2e", "cached"):
-        assert getattr(alone, one) == pytest.approx(getattr(played, one), rel=0.01), one
-    assert alone.cached.tolist() == [0, *(lengths.prompt[:-1] + lengths.output[:-1] - 1)]
+        assert getattr(single_stream, one) == pytest.approx(getattr(played, one), rel=0.01), one
+    assert single_stream.cached.tolist() == [0, *(lengths.prompt[:-1] + lengths.output[:-1] - 1)]
     nothing = Server(STEPS, settings, lengths.without_reuse(), Constant())
     assert nothing.unloaded().cached.tolist() == [0, 0, 0]
 

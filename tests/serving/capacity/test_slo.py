@@ -37,8 +37,8 @@ def test_bounds_are_wrong_no_more_often_than_stated() -> None:
 
 def test_independent_requests_count_as_one_each_and_neighbours_do_not() -> None:
     rng = np.random.default_rng(1)
-    alone = [design_effect(rng.random(400) < 0.9) for _ in range(200)]
-    assert 1.3 <= np.median(alone) < 2.0
+    independent = [design_effect(rng.random(400) < 0.9) for _ in range(200)]
+    assert 1.3 <= np.median(independent) < 2.0
     clumps = [design_effect(np.repeat(rng.random(40) < 0.9, 10)) for _ in range(200)]
     assert 6.0 < np.median(clumps) < 15.0, "ten in a row are bad together"
     assert design_effect(np.ones(100, bool)) == design_effect(np.ones(0, bool)) == 1.3
@@ -54,7 +54,7 @@ def test_independent_requests_count_as_one_each_and_neighbours_do_not() -> None:
         (Slo("p50", ttft_seconds=1.0, target=0.5), 3),
     ],
 )
-def test_fewest_requests_that_can_hold(slo: Slo, fewest: int) -> None:
+def test_the_fewest_requests_that_can_meet_the_target(slo: Slo, fewest: int) -> None:
     assert requests_to_hold(slo) == fewest
     assert wilson(fewest, fewest)[0] >= slo.target > wilson(fewest - 1, fewest - 1)[0]
 

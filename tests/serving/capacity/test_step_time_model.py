@@ -61,7 +61,7 @@ def test_the_error_is_that_of_what_was_left_out():
     assert not fit_step_times(seen(STEP_TIMES, 400, noise=0.4)).fits
 
 
-def test_one_step_with_several_prompts_cannot_test_what_it_alone_tells():
+def test_a_coefficient_seen_in_one_step_is_not_tested_on_that_step():
     """As in calibrations: decode steps and single prompts, a step of eight prompts, and one in
     which a second pass came with a stall. Without the eight the stall alone would tell what a pass
     costs."""

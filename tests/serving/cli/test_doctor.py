@@ -47,8 +47,8 @@ def test_each_warning_about_the_machine_has_its_name(
 
 def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     missing = BackendProbe("llama_cpp", False, problem="its package llama_cpp is not installed")
-    said = advice(missing, has_compiler=False, has_gpu=False) or ""
-    assert "apt-get install g++" in said and "[llama-cpp]" in said
+    advised = advice(missing, has_compiler=False, has_gpu=False) or ""
+    assert "apt-get install g++" in advised and "[llama-cpp]" in advised
     assert advice(missing, True, False) == "pip install 'llm-crossover[llama-cpp]'"
     broken = BackendProbe("llama_cpp", False, problem="ended by SIGILL")
     assert advice(broken, True, False) == (
@@ -59,15 +59,15 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     assert "GGML_VULKAN" in (advice(WORKS, True, has_gpu=True) or "")
 
 
-def test_the_page_for_people_says_what_there_is() -> None:
+def test_the_page_for_people_lists_what_is_installed() -> None:
     facts = machine(
         gpus=(GpuFacts("Test GPU", "nvidia", 80 * GIB, 70 * GIB, "550.1"),),
         cgroup_cores=1.5,
     )
     broken = BackendProbe("torch", False, problem="it [bold]broke")
-    said = {"torch": "pip install 'llm-crossover[torch]'"}
+    advised = {"torch": "pip install 'llm-crossover[torch]'"}
     warnings = dict(warnings_of(facts, True, 9 * GIB))
-    shown = "\n".join(page(Diagnosis(facts, (WORKS, broken), said, "/cache", 9 * GIB, warnings)))
+    shown = "\n".join(page(Diagnosis(facts, (WORKS, broken), advised, "/cache", 9 * GIB, warnings)))
     for text in (
         *("Test CPU", "CPU quota 1.5 cores"),
         *("Test GPU, 80 GiB, 70 GiB free, driver 550.1"),
@@ -76,7 +76,7 @@ def test_the_page_for_people_says_what_there_is() -> None:
         assert text in shown
 
 
-def test_a_user_without_a_home_is_told_of_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_sees_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(_: int) -> None:
         raise KeyError("uid not found")
 
@@ -97,7 +97,7 @@ HYPERTHREADS = CoreSpeeds(
 )
 
 
-def test_cpus_that_are_hyperthreads_are_said_to_be_fewer_cores() -> None:
+def test_hyperthreads_are_shown_as_fewer_cores() -> None:
     shown = dict(speed_rows(HYPERTHREADS))
     assert shown["memory reads"] == "1: 12, 8: 59, 16: 62 GB/s by threads"
     assert shown["together"].startswith("16 CPUs behave like 8 cores")
@@ -122,7 +122,7 @@ def test_cpus_that_are_cores_need_no_warning() -> None:
         (("avx2", "avx512_vnni"), "AVX2 = 1 | AVX512 = 1", ["AVX512_VNNI"], "not on this CPU"),
     ],
 )
-def test_doctor_says_which_instructions_llama_cpp_leaves_unused(
+def test_doctor_lists_the_instructions_that_llama_cpp_leaves_unused(
     isa: tuple[str, ...], system_info: str, unused: list[str], amx: str
 ) -> None:
     assert unused_instructions(isa, system_info) == unused

@@ -16,7 +16,7 @@ from crossover.serving.option_help import parse_bytes
 from tests.gguf_families import Sizes, write_family
 
 Ran = subprocess.CompletedProcess[str]
-Ask = Callable[..., Ran]
+RunCommand = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(crossover: Ask, cache: Path) -> Ask:
+def models(crossover: RunCommand, cache: Path) -> RunCommand:
     return functools.partial(crossover, "models", CROSSOVER_CACHE=str(cache))
 
 
-def test_make_then_list(models: Ask) -> None:
+def test_make_then_list(models: RunCommand) -> None:
     made = models("make", "135m")
     assert made.returncode == 0, made.stderr
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
@@ -45,7 +45,7 @@ def test_make_then_list(models: Ask) -> None:
     assert cached == ["smollm2-135m"]
 
 
-def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
+def test_a_placement_shows_the_memory_sum_and_the_decision(models: RunCommand) -> None:
     shown = models("plan", "8b", "--memory", "9GiB", "--vram", "24GiB", "--slots", "16").stdout
     gpu = r"GPU torch +bf16 +weights 15 GiB \+ KV 4 GiB \+ .*: fits, 22.8 GiB may be used"
     assert re.search(gpu, shown)
@@ -60,8 +60,8 @@ def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     assert "crossover serve would refuse: llama-3.3-70b cannot run on this machine" in refused
 
 
-def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
-    models: Ask, tmp_path: Path
+def test_a_placement_of_a_file_has_its_format_and_explains_experts(
+    models: RunCommand, tmp_path: Path
 ) -> None:
     file = write_family("qwen35moe", tmp_path, Sizes(type="Q5_1", expert_type="Q4_1"))
     shown = models("plan", str(file), "--memory", "9GiB", "--slots", "4").stdout
@@ -94,7 +94,9 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
         ("plan 9b", "'9b' is not a known model. Did you mean"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(models: Ask, words: str, complaint: str) -> None:
+def test_bad_input_is_one_sentence_and_status_2(
+    models: RunCommand, words: str, complaint: str
+) -> None:
     done = models(*words.split())
     assert done.returncode == 2 and complaint in done.stderr and "Traceback" not in done.stderr
 

@@ -75,9 +75,9 @@ class Server:
         raise AssertionError(f"not ready; status {self.process.poll()}: {self.log.read_text()}")
 
     def listening(self) -> str:
-        return self.wait_said(r"listening on (\S+),")[1]
+        return self.wait_for_output(r"listening on (\S+),")[1]
 
-    def wait_said(self, pattern: str) -> re.Match[str]:
+    def wait_for_output(self, pattern: str) -> re.Match[str]:
         """What of its log the pattern matches, once it does."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
+def test_it_serves_logs_its_address_and_placement_and_drains(tmp_path: Path) -> None:
     with server(tmp_path, "--option", "step_seconds=0.02") as one, ThreadPoolExecutor() as threads:
         about = one.wait_ready()
         url = about["url"]
@@ -151,7 +151,7 @@ def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
         late = threads.submit(completion, url, 100)
         wait_until(lambda: is_running(url), 20)
         one.process.send_signal(signal.SIGTERM)
-        one.wait_said("draining 1 request;")
+        one.wait_for_output("draining 1 request;")
         refused = completion(url)
         assert refused.status == 503 and "draining" in refused.body.decode()
         assert "retry-after" in refused.headers
@@ -159,11 +159,11 @@ def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
         assert one.process.wait(20) == 0
         assert not one.ready_file.exists() and not Path(f"/proc/{about['engine_pid']}").exists()
         assert one.process.stdout is not None
-        said = rf"ready: {url} \(fake/cpu, loaded in [\d.]+ s\)\n"
-        assert re.fullmatch(said, one.process.stdout.read())
+        expected = rf"ready: {url} \(fake/cpu, loaded in [\d.]+ s\)\n"
+        assert re.fullmatch(expected, one.process.stdout.read())
 
 
-def test_it_answers_503_with_the_reason_while_it_loads_and_ends_at_once_when_asked(
+def test_it_answers_503_with_the_reason_while_loading_and_ends_at_once_on_a_signal(
     tmp_path: Path,
 ) -> None:
     with server(tmp_path, "--option", "load_seconds=20") as one:
@@ -183,7 +183,7 @@ def test_a_second_signal_aborts_the_drain(tmp_path: Path) -> None:
         threads.submit(completion, url, 1500)
         wait_until(lambda: is_running(url), 20)
         one.process.send_signal(signal.SIGINT)
-        one.wait_said("draining 1 request;")
+        one.wait_for_output("draining 1 request;")
         assert one.process.poll() is None
         started = time.monotonic()
         assert one.end(signal.SIGINT) == 1
@@ -202,19 +202,19 @@ def test_an_engine_that_is_killed_is_replaced_and_the_ready_file_follows(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("option", "tries", "said"),
+    ("option", "tries", "expected"),
     [
         ("fail_cause=load_oom", 2, "load_oom"),
         ("steps_second=1", 1, "no option 'steps_second'. Options"),
     ],
 )
 def test_an_engine_that_cannot_load_ends_the_server_with_the_reason(
-    tmp_path: Path, option: str, tries: int, said: str
+    tmp_path: Path, option: str, tries: int, expected: str
 ) -> None:
     with server(tmp_path, "--option", option) as one:
         assert one.process.wait(30) == 1
         log = one.log.read_text()
-    assert log.count("died [") == tries and re.search(f"giving up: .*{said}", log)
+    assert log.count("died [") == tries and re.search(f"giving up: .*{expected}", log)
     assert not one.ready_file.exists()
 
 
@@ -327,6 +327,6 @@ def test_pages_of_other_origins_are_shut_out(tmp_path: Path) -> None:
         port = port_of(one.wait_ready()["url"])
         for host, status in (("evil.example:80", 403), ("127.0.0.1", 200), ("[::1]:1", 200)):
             assert ask(port, "GET", "/v1/models", headers={"Host": host}).status == status
-        asked = {"Origin": "https://evil.example", "Host": "localhost"}
-        answer = ask(port, "OPTIONS", "/v1/completions", headers=asked)
+        headers = {"Origin": "https://evil.example", "Host": "localhost"}
+        answer = ask(port, "OPTIONS", "/v1/completions", headers=headers)
         assert "access-control-allow-origin" not in answer.headers

@@ -49,18 +49,18 @@ def test_tokens_are_right_under_churn(changes: dict[str, Any]) -> None:
     rng = random.Random(3)
     scheduler, backend = make(**changes)
     shared = prompt_of(rng, 60)
-    asked = {}
+    requests = {}
     out: dict[int, list[Delta]] = {}
     for number in range(32):
         prompt = shared[: rng.choice([0, 30, 60])] + prompt_of(rng, rng.randint(1, 90))
-        asked[number] = (prompt, rng.randint(1, 50))
-        assert scheduler.add(request(number, prompt, asked[number][1])) is None
+        requests[number] = (prompt, rng.randint(1, 50))
+        assert scheduler.add(request(number, prompt, requests[number][1])) is None
         for _ in range(rng.randint(0, 6)):
             for delta in scheduler.step():
                 out.setdefault(delta.id, []).append(delta)
     for number, deltas in run(scheduler).items():
         out.setdefault(number, []).extend(deltas)
-    for number, (prompt, count) in asked.items():
+    for number, (prompt, count) in requests.items():
         assert text_of(out[number]) == expected_text(prompt, count), number
         assert sum(delta.tokens for delta in out[number]) == count
         assert [delta.finish for delta in out[number]] == [None] * (count - 1) + ["length"]

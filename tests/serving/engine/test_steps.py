@@ -40,9 +40,9 @@ class Timed(Recorder):
 
     PROMPT_TOKEN = 0.003
 
-    def __init__(self, config: EngineConfig, says: bool) -> None:
+    def __init__(self, config: EngineConfig, reports_seconds: bool) -> None:
         super().__init__(config)
-        self.now, self.says = 0.0, says
+        self.now, self.reports_seconds = 0.0, reports_seconds
         self.last_decode_seconds: float | None = None
 
     @staticmethod
@@ -55,13 +55,13 @@ class Timed(Recorder):
         self.now += decode + self.PROMPT_TOKEN * sum(
             len(row.tokens) for row in rows if len(row.tokens) > 1
         )
-        self.last_decode_seconds = decode if self.says else None
+        self.last_decode_seconds = decode if self.reports_seconds else None
         return super().step(rows)
 
 
-@pytest.mark.parametrize(("says", "over"), [(True, 1.1), (False, 1.6)])
+@pytest.mark.parametrize(("reports_seconds", "over"), [(True, 1.1), (False, 1.6)])
 def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
-    says: bool, over: float
+    reports_seconds: bool, over: float
 ) -> None:
     """From the first sequence to the sixteenth, with no step of decoding alone in between to learn
     from.
@@ -73,7 +73,7 @@ def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
         options={"vocabulary": VOCABULARY},
         settings=SchedulerSettings(slots=16, context_tokens=512),
     )
-    backend = Timed(config, says)
+    backend = Timed(config, reports_seconds)
     scheduler = Scheduler(backend, TABLE, frozenset({0}), config, clock=lambda: backend.now)
     for number in range(16):
         scheduler.add(request(number, list(range(number, number + 260)), 200, ignore_eos=True))

@@ -147,7 +147,7 @@ def test_cancel_reaches_a_running_sequence(start: Callable[..., Child]) -> None:
 @pytest.mark.parametrize(
     ("fail", "at_load"), [("load_oom", True), ("load_failed", True), ("runtime_oom", False)]
 )
-def test_a_failure_is_said_before_the_end(
+def test_a_failure_is_reported_before_the_end(
     start: Callable[..., Child], fail: str, at_load: bool
 ) -> None:
     child = start(options={"fail_cause": fail, "fail_after_steps": 3})

@@ -41,7 +41,7 @@ def test_cores_are_divided(
     assert (f"at nice {SHARED_NICE}" in split.note) == is_shared
 
 
-def test_one_thread_for_each_physical_core_unless_told_otherwise(tmp_path: Path) -> None:
+def test_one_thread_for_each_physical_core_by_default(tmp_path: Path) -> None:
     for core, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
         folder.mkdir(parents=True)

@@ -29,7 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(library: Path, wrong: str, code: str) -> Any:
+def output_beside(library: Path, wrong: str, code: str) -> Any:
     """What Python code prints, as JSON, beside such a driver."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": wrong}
     environment["PYTHONPATH"] = child_process.python_variables()["PYTHONPATH"]
@@ -45,10 +45,10 @@ def listed(library: Path, wrong: str) -> FoundGpus:
         "import msgspec, crossover.serving.hardware.gpus as n; "
         "print(msgspec.json.encode(n.list_gpus()).decode())"
     )
-    return msgspec.convert(asked(library, wrong, code), FoundGpus)
+    return msgspec.convert(output_beside(library, wrong, code), FoundGpus)
 
 
-def test_what_drivers_tell_old_with_one_gpu_lost_and_with_one_divided(library: Path) -> None:
+def test_gpus_of_an_old_driver_of_a_lost_gpu_and_of_a_divided_one(library: Path) -> None:
     one, two = listed(library, "").gpus
     assert (one.name, two.uuid, one.driver) == ("Made-up GPU 1", "GPU-0002", "470.1")
     assert (one.total_bytes, one.free_bytes) == (24 * GIB, 23 * GIB)
@@ -81,14 +81,14 @@ def test_the_sampler_survives_an_old_driver(library: Path) -> None:
         "found = gpu.read([engine.pid]); engine.kill();"
         "print(msgspec.json.encode(found).decode())"
     )
-    found = asked(library, "", code)
+    found = output_beside(library, "", code)
     assert found["gpu_watts"] == 200.0, "the engine's GPU, not the first"
     assert (found["gpu_memory_bytes"], found["gpu_energy_joules"]) == (2 * GIB, 5000.0)
     assert found["gpu_throttled"] is None
 
 
 @pytest.mark.parametrize(
-    ("told", "left"),
+    ("visible_devices", "left"),
     [
         (None, ["GPU-1", "GPU-2"]),
         ("1", ["GPU-2"]),
@@ -97,6 +97,8 @@ def test_the_sampler_survives_an_old_driver(library: Path) -> None:
         ("", []),
     ],
 )
-def test_gpus_that_are_hidden_from_us_are_no_place(told: str | None, left: list[str]) -> None:
+def test_gpus_that_are_hidden_from_us_are_no_place(
+    visible_devices: str | None, left: list[str]
+) -> None:
     gpus = GpuFacts("A", "nvidia", uuid="GPU-1"), GpuFacts("B", "nvidia", uuid="GPU-2", index=1)
-    assert [gpu.uuid for gpu in visible(gpus, told)] == left
+    assert [gpu.uuid for gpu in visible(gpus, visible_devices)] == left

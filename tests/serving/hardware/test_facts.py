@@ -166,9 +166,7 @@ def test_without_a_limit_there_is_none(tmp_path: Path, files: dict[str, str]) ->
 @pytest.mark.parametrize(
     ("quota", "threads"), [(None, 4), (8.0, 4), (4.0, 4), (2.9, 2), (1.0, 1), (0.25, 1)]
 )
-def test_a_quota_bounds_the_threads_that_nobody_asked_for(
-    quota: float | None, threads: int
-) -> None:
+def test_a_quota_bounds_the_default_number_of_threads(quota: float | None, threads: int) -> None:
     allowed = (0, 1, 2, 3)
     split = split_cores(allowed, root=Path("/nowhere"), quota=quota)
     assert split.threads == threads
@@ -199,7 +197,7 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
         for first in (lower, "print()")
     ]
     try:
-        said = [one.stdout.readline() for one in found if one.stdout is not None]
+        lines = [one.stdout.readline() for one in found if one.stdout is not None]
         before = processes()
         time.sleep(1.0)
         after = processes()
@@ -209,4 +207,4 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
             one.communicate()
     pids = [one.pid for one in found]
     lowered, other = (after[pid].cpu_seconds - before[pid].cpu_seconds for pid in pids)
-    assert said == [b"\n", b"\n"] and 0 <= lowered < 0.25 * other
+    assert lines == [b"\n", b"\n"] and 0 <= lowered < 0.25 * other

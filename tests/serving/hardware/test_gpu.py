@@ -38,13 +38,13 @@ def install(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", made)
 
 
-def test_without_driver_files_the_driver_is_not_asked(
+def test_without_driver_files_the_driver_is_not_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked() -> NoReturn:
+    def must_not_be_called() -> NoReturn:
         raise AssertionError("it was asked")
 
-    monkeypatch.setattr("crossover.serving.hardware.gpus.list_gpus", asked)
+    monkeypatch.setattr("crossover.serving.hardware.gpus.list_gpus", must_not_be_called)
     found = find_gpus(root=tmp_path)
     assert (found.gpus, found.cause) == ((), "no_device")
 
@@ -88,7 +88,7 @@ def test_a_driver_that_hung_and_answers_again_is_heard(
     assert (gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.driver) == ("H200", 100, 60, "550.1")
 
 
-def test_a_backend_that_crashes_on_import_is_told_of_not_suffered(impostor: Path) -> None:
+def test_a_backend_that_crashes_on_import_is_reported_and_does_no_harm(impostor: Path) -> None:
     (impostor / "llama_cpp.py").write_text("import os; os.abort()")
     answer = probe_backend("llama_cpp")
     assert not answer.works and "SIGABRT" in (answer.problem or "")

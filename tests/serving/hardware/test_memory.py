@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("torch", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_memory_is_what_placement_said(
+def test_memory_is_what_placement_predicted(
     folder: Path, tmp_path: Path, backend: str, weight_format: str
 ) -> None:
     path = folder
@@ -80,5 +80,5 @@ def test_memory_is_what_placement_said(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     request = placement_request(MEDIUM, slots=SLOTS, context_tokens=CONTEXT)
-    said = predict(request, hardware_facts(), Engine(backend, weight_format, "cpu"))
-    assert said.need_bytes == pytest.approx(int(done.stdout.split()[-1]), rel=0.4)
+    predicted = predict(request, hardware_facts(), Engine(backend, weight_format, "cpu"))
+    assert predicted.need_bytes == pytest.approx(int(done.stdout.split()[-1]), rel=0.4)

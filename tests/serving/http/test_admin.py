@@ -82,7 +82,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
         assert one.end() == 0
 
 
-def test_every_model_is_listed_with_its_state_and_the_one_asked_for_is_loaded(admin: Admin) -> None:
+def test_every_model_is_listed_with_its_state_and_a_requested_one_is_loaded(admin: Admin) -> None:
     states = {model.id: model.state for model in admin.client.models.list()}  # type: ignore[attr-defined]
     assert states == {"one": "ready", "two": "unloaded", "slow": "unloaded"}
     before = admin.ask("models").json
@@ -105,7 +105,7 @@ def test_every_model_is_listed_with_its_state_and_the_one_asked_for_is_loaded(ad
     assert placed["models"] == ready["models"]
 
 
-def test_a_model_that_is_not_served_and_one_that_is_not_named_are_told_which_there_are(
+def test_requests_for_an_unknown_or_unnamed_model_list_the_models(
     admin: Admin,
 ) -> None:
     with pytest.raises(openai.NotFoundError, match="'one', 'two'"):
@@ -138,7 +138,7 @@ def test_unload_load_and_the_state_between(admin: Admin) -> None:
         ("load", {"name": "one", "slots": 2}, 400, "slots"),
     ],
 )
-def test_what_an_administrator_gets_wrong_is_said_and_changes_nothing(
+def test_an_administrators_mistake_is_an_error_and_changes_nothing(
     admin: Admin, path: str, body: Any, status: int, param: str | None
 ) -> None:
     answer = admin.ask(path, body)

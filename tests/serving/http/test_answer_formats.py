@@ -384,7 +384,7 @@ def test_a_whole_answer_is_split_alike_wherever_it_is_cut_and_leaves_no_mark(nam
         assert split(name, WHOLE, size) == expected, size
 
 
-def test_a_template_without_marks_and_an_answer_held_to_a_grammar_are_content_alone() -> None:
+def test_answers_without_marks_or_under_a_grammar_are_only_content() -> None:
     assert call_format_of(PLAIN) is None
     assert format_of_output(PLAIN, "x", None, {}, is_constrained=False) is None
     for template in (HARMONY, GEMMA, QWEN35):

@@ -94,7 +94,9 @@ def test_a_text_is_continued(port: int, supervisor: FakeSupervisor) -> None:
     assert supervisor.submitted[1].max_tokens == 16
 
 
-def test_what_is_asked_reaches_the_engine(port: int, supervisor: FakeSupervisor) -> None:
+def test_every_option_of_a_request_reaches_the_engine(
+    port: int, supervisor: FakeSupervisor
+) -> None:
     drawn = {
         "temperature": 0.5,
         "top_p": 0.9,

@@ -112,16 +112,18 @@ def truth(tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
 # --- the openai client
 
 
-def test_a_chat_is_what_the_model_says(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_a_chat_answer_is_the_models_text(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), parse_special=True)
-    asked: Any = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
-    answer = client.chat.completions.create(**asked)
+    request: Any = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    answer = client.chat.completions.create(**request)
     assert answer.choices[0].message.content == truth(tokenizer, prompt, 40)
     assert answer.choices[0].finish_reason == "length" and answer.usage is not None
     counts = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
     assert counts == (len(prompt), 40)
     chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
     )
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == answer.choices[0].message.content
@@ -131,14 +133,14 @@ def test_a_chat_is_what_the_model_says(client: openai.OpenAI, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_texts_and_ids_ask_the_same(
+def test_texts_and_token_ids_are_the_same_request(
     client: openai.OpenAI, tokenizer: Tokenizer, streamed: bool
 ) -> None:
     ids = tokenizer.encode("One two")
     prompts: list[Any] = ["One two", ["One two", "three"], ids, [ids, [5, 6, 7]]]
     for prompt in prompts:
-        asked: Any = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 12}
-        answer = client.completions.create(**asked, stream=streamed)
+        request: Any = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+        answer = client.completions.create(**request, stream=streamed)
         texts = ["", ""]
         for choice in (one for part in (answer if streamed else [answer]) for one in part.choices):
             texts[choice.index] += choice.text
@@ -147,25 +149,25 @@ def test_texts_and_ids_ask_the_same(
 
 
 def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "m", "prompt": "One two", "temperature": 0, "max_tokens": 60}
-    whole = client.completions.create(**asked).choices[0].text
+    request: Any = {"model": "m", "prompt": "One two", "temperature": 0, "max_tokens": 60}
+    whole = client.completions.create(**request).choices[0].text
     stop = whole[20:26]
-    cut = client.completions.create(**asked, stop=["never in it ☃", stop]).choices[0]
+    cut = client.completions.create(**request, stop=["never in it ☃", stop]).choices[0]
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
-    chunks = client.completions.create(**asked, stop=stop, stream=True)
+    chunks = client.completions.create(**request, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == cut.text
     more = {"include_stop_str_in_output": True}
-    kept = client.completions.create(**asked, stop=stop, extra_body=more).choices[0]
+    kept = client.completions.create(**request, stop=stop, extra_body=more).choices[0]
     assert kept.text == cut.text + stop
 
 
 def test_a_seed_repeats_and_answers_to_one_prompt_differ(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "m", "prompt": "One", "temperature": 2.0, "max_tokens": 30, "seed": 5}
-    asked["extra_body"] = {"ignore_eos": True}
-    first = [choice.text for choice in client.completions.create(**asked, n=3).choices]
-    again = [choice.text for choice in client.completions.create(**asked, n=3).choices]
+    request: Any = {"model": "m", "prompt": "One", "temperature": 2.0, "max_tokens": 30, "seed": 5}
+    request["extra_body"] = {"ignore_eos": True}
+    first = [choice.text for choice in client.completions.create(**request, n=3).choices]
+    again = [choice.text for choice in client.completions.create(**request, n=3).choices]
     assert first == again and len(set(first)) == 3
-    assert client.completions.create(**asked).choices[0].text == first[0]
+    assert client.completions.create(**request).choices[0].text == first[0]
 
 
 def test_log_probabilities_are_of_the_tokens_that_were_drawn(client: openai.OpenAI) -> None:

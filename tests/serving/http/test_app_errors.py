@@ -98,7 +98,7 @@ def test_without_an_engine_it_is_a_503_with_the_reason(
     assert answer.headers["retry-after"] == "3"
 
 
-def test_a_bug_is_a_500_that_tells_nothing(
+def test_a_bug_is_a_500_without_details(
     port: int, supervisor: FakeSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
@@ -118,7 +118,7 @@ def test_a_bug_is_a_500_that_tells_nothing(
 # --- headers, key, limits
 
 
-def test_every_answer_says_who_made_it_and_has_an_identity(port: int) -> None:
+def test_every_answer_names_its_server_and_has_a_request_id(port: int) -> None:
     bad = [chat(port, bad=1), ask(port, "GET", "/nothing"), ask(port, "PUT", "/health")]
     answers = [chat(port), chat(port, stream=True), *bad]
     assert {answer.headers["x-crossover-backend"] for answer in answers} == {"fake/cpu"}
@@ -136,7 +136,7 @@ def test_a_clients_identity_is_kept_where_it_is_harmless(port: int, given: str, 
     assert (answer.headers["x-request-id"] == given) is kept
 
 
-def test_a_key_is_asked_for_everywhere_but_by_probes(supervisor: FakeSupervisor) -> None:
+def test_a_key_is_required_everywhere_but_for_probes(supervisor: FakeSupervisor) -> None:
     with served(app_on(supervisor, api_key=SECRET)) as port:
         for given in (None, "Bearer wrong", f"Basic {SECRET}", f"Bearer {SECRET}x"):
             answer = chat(port, {"Authorization": given} if given else {})

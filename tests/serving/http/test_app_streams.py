@@ -81,7 +81,7 @@ def test_the_head_leaves_with_the_first_delta_and_each_delta_at_once(
         assert b"[DONE]" in read_until(client, b"0\r\n\r\n")
 
 
-def test_text_that_is_held_back_makes_no_event(port: int, supervisor: FakeSupervisor) -> None:
+def test_withheld_text_makes_no_event(port: int, supervisor: FakeSupervisor) -> None:
     with connected(port, post(stream=True, stream_options={"include_usage": True})) as client:
         supervisor.push_soon(1, "")
         assert b"200 OK" in read_until(client, b"\r\n\r\n")
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_inside_a_stream_frees_its_place(
 # --- who is slow
 
 
-def test_a_slow_reader_holds_up_nobody_and_gets_everything(
+def test_a_slow_reader_delays_nobody_and_gets_everything(
     port: int, supervisor: FakeSupervisor
 ) -> None:
     words = [f"w{i} " + "x" * 1000 for i in range(1500)]
@@ -193,9 +193,9 @@ def test_a_slow_reader_holds_up_nobody_and_gets_everything(
         wait_until(lambda: bool(supervisor.submitted))
         for word in words[:-1]:
             supervisor.push_soon(1, word)
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         assert ask(port, "GET", "/health").status == 200
-        assert time.monotonic() - asked < 5.0
+        assert time.monotonic() - sent_at < 5.0
         supervisor.push_soon(1, words[-1], "stop")
         found = read_until(client, b"[DONE]")
     events = [json.loads(line[6:]) for line in found.split(b"\n") if line.startswith(b"data: {")]

@@ -53,7 +53,7 @@ CALL = '<tool_call>{"name": "order", "arguments": {"size": "s"}}</tool_call>'
 
 
 @contextmanager
-def asked(template: str, *words: str) -> Iterator[tuple[int, FakeSupervisor]]:
+def serve_template(template: str, *words: str) -> Iterator[tuple[int, FakeSupervisor]]:
     settings = msgspec.structs.replace(INFO.settings, context_tokens=1024)
     info = msgspec.structs.replace(INFO, settings=settings)
     supervisor = FakeSupervisor(words or ("fine",), info=info)
@@ -96,19 +96,19 @@ def prompt_of(supervisor: FakeSupervisor) -> str:
         ),
     ],
 )
-def test_a_template_is_given_what_the_request_says(fields: dict[str, Any], prompt: str) -> None:
-    with asked(QWEN) as (port, supervisor):
+def test_a_template_gets_the_variables_of_the_request(fields: dict[str, Any], prompt: str) -> None:
+    with serve_template(QWEN) as (port, supervisor):
         assert chat(port, **fields).status == 200
         assert prompt_of(supervisor) == prompt
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
-    with asked(CHATML) as (port, supervisor):
+    with serve_template(CHATML) as (port, supervisor):
         assert chat(port, messages=HISTORY, tools=[NOW], tool_choice="required").status == 200
-        said = prompt_of(supervisor)
-    assert '{"name": "now", "description": "the time", ' in said
-    assert 'assistant\n<tool_call>\n{"name": "now", "arguments": {"z": 1}}\n</tool_call>' in said
-    assert "tool\nnoon\n" in said
+        prompt = prompt_of(supervisor)
+    assert '{"name": "now", "description": "the time", ' in prompt
+    assert 'assistant\n<tool_call>\n{"name": "now", "arguments": {"z": 1}}\n</tool_call>' in prompt
+    assert "tool\nnoon\n" in prompt
 
 
 NO_SYSTEM = (
@@ -142,7 +142,7 @@ BESIDE = [HISTORY[0], {**HISTORY[1], "content": "Well. "}, HISTORY[2], HISTORY[0
 def test_what_a_template_has_no_place_for_is_text(
     template: str, messages: list[dict[str, Any]], words: list[str]
 ) -> None:
-    with asked(template) as (port, supervisor):
+    with serve_template(template) as (port, supervisor):
         answer = chat(port, messages=messages, tools=[NOW], tool_choice="required")
         assert answer.status == 200, answer.error
         assert all(one in prompt_of(supervisor) for one in words), prompt_of(supervisor)
@@ -177,7 +177,7 @@ def test_what_cannot_be_done_is_refused_by_its_key(
 
 
 def test_calls_come_back_whole_and_streamed() -> None:
-    with asked(QWEN, "Sure. ", CALL[:20], CALL[20:], "\n", CALL) as (port, _):
+    with serve_template(QWEN, "Sure. ", CALL[:20], CALL[20:], "\n", CALL) as (port, _):
         choice = chat(port, tools=[ORDER, NOW]).json["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == "Sure. "
@@ -191,19 +191,19 @@ def test_calls_come_back_whole_and_streamed() -> None:
     assert [call["index"] for call in calls] == [0, 1]
     assert calls[0]["function"] == first["function"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
-    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum(len(each["content"]) for each in told if each) == 5  # of every token, once
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(each["content"]) for each in logprobs if each) == 5  # of every token, once
 
 
 def test_a_plain_answer_stays_plain() -> None:
-    with asked(QWEN, "It is ", "noon") as (port, _):
+    with serve_template(QWEN, "It is ", "noon") as (port, _):
         message = chat(port, tools=[NOW]).json["choices"][0]
     assert message["finish_reason"] == "stop"
     assert message["message"] == {"role": "assistant", "content": "It is noon", "refusal": None}
 
 
 def test_reasoning_stands_apart() -> None:
-    with asked(QWEN, "<think>\n", "2+2", "</think>\n\n", "Four") as (port, _):
+    with serve_template(QWEN, "<think>\n", "2+2", "</think>\n\n", "Four") as (port, _):
         message = chat(port).json["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("2+2", "Four")
         *chunks, last, done = chat(port, stream=True, stream_options={"include_usage": True}).events
@@ -296,8 +296,8 @@ def test_calls_that_must_come_come_from_a_random_model(tmp_path: Path) -> None:
         common: Any = {"model": "m", "messages": HI, "tools": [NOW, ORDER], "max_tokens": 400}
         for seed in range(4):
             for choice in ("required", NAMED):
-                asked: Any = {**common, "tool_choice": choice, "seed": seed}
-                answer = make(**asked, parallel_tool_calls=False).choices[0]
+                serve_template: Any = {**common, "tool_choice": choice, "seed": seed}
+                answer = make(**serve_template, parallel_tool_calls=False).choices[0]
                 if answer.finish_reason == "length":  # "now" takes any object
                     assert choice == "required"
                     continue

@@ -24,7 +24,7 @@ from crossover.serving.registry.served_model import ServedModel
 from tests.models.text.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
 from tests.models.text.test_chat_forms import PARTS as PARTS_ONLY
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat
-from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
+from tests.serving.http.test_chat import HI, NOW, QWEN, prompt_of, serve_template
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -146,7 +146,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_chat_that_is_taken(name: str) -> None:
     fields, prompt = TAKEN[name]
-    with asked(QWEN) as (port, supervisor):
+    with serve_template(QWEN) as (port, supervisor):
         answer = chat(port, **fields)
         assert answer.status == 200, answer.error
         assert prompt in prompt_of(supervisor)
@@ -237,8 +237,8 @@ def test_a_request_that_is_refused_in_words_for_people(
 def test_arguments_are_given_out_as_an_object_or_as_content(
     form: Any, arguments: str, given: str | None
 ) -> None:
-    said = f'{{"name":"now","arguments":{arguments}}}'
-    text = f"<tool_call>{said}</tool_call>" if form == "hermes" else f"[{said}]"
+    call_text = f'{{"name":"now","arguments":{arguments}}}'
+    text = f"<tool_call>{call_text}</tool_call>" if form == "hermes" else f"[{call_text}]"
     (part,) = OutputParser(OutputFormat(None, form, frozenset({"now"}))).push(text, True)
     if given is None:
         assert (part.kind, part.text) == ("content", text)
@@ -249,7 +249,7 @@ def test_arguments_are_given_out_as_an_object_or_as_content(
 def test_what_the_server_gives_out_it_takes_back() -> None:
     call = '<tool_call>{"name": "now", "arguments": null}</tool_call>'
     with (
-        asked(QWEN, "<think>2+2</think>", "Sure. ", call, call) as (port, supervisor),
+        serve_template(QWEN, "<think>2+2</think>", "Sure. ", call, call) as (port, supervisor),
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
     ):
         turns: Any = [*HI]

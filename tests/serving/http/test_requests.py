@@ -11,7 +11,7 @@ from crossover.serving.http.api_errors import retry_later
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
 
 TURN = {"role": "user", "content": "hi"}
-SAID = {
+EXPECTED = {
     "role": "assistant",
     "content": "Hi",
     "refusal": None,
@@ -30,7 +30,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "aiperf": {"messages": [TURN | {"name": ""}], "min_tokens": 8, "stream": True},
     "langchain": {"n": 1, "stream": False, "temperature": 0.7, "max_completion_tokens": 8},
     "open-webui": {"user": "u", **USAGE},
-    "litellm, an answer sent back": {"messages": [TURN, SAID, TURN]},
+    "litellm, an answer sent back": {"messages": [TURN, EXPECTED, TURN]},
     "openai, without effect": {
         "metadata": {"a": "b"},
         "store": True,

@@ -45,7 +45,7 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
 
 
-def test_many_tokens_are_told_as_few_are(port: int) -> None:
+def test_many_tokens_are_tokenized_as_few_are(port: int) -> None:
     for size in (1, 4096, 4097, 10_000):
         found = ask(port, "POST", "/tokenize", {"prompt": "a" * size}).json
         assert found == {"tokens": [97] * size, "count": size, "max_model_len": 256}
@@ -77,7 +77,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
     assert (answer.status, answer.json["error"]["code"]) == (503, "unloaded")
 
 
-def test_placement_says_what_runs_where(supervisor: FakeSupervisor) -> None:
+def test_placement_shows_what_runs_where(supervisor: FakeSupervisor) -> None:
     supervisor.events = [EngineEvent(0.0, "fell_back", "fake/cpu", "text", Cause.load_oom)]
     placed = {"reasons": ["no GPU"]}
     with served(app_on(supervisor, placement=placed)) as port:
@@ -100,7 +100,7 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
 
 
 @pytest.mark.parametrize(
-    ("is_asked", "facts", "words"),
+    ("is_enabled", "facts", "words"),
     [
         (True, {}, "any common prefix"),
         (False, {}, "nothing: prefix_reuse is off"),
@@ -116,12 +116,12 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
         ),
     ],
 )
-def test_placement_says_what_of_earlier_prompts_is_reused_and_why_no_more(
-    supervisor: FakeSupervisor, is_asked: bool, facts: dict[str, Any], words: str
+def test_placement_explains_what_of_earlier_prompts_is_reused(
+    supervisor: FakeSupervisor, is_enabled: bool, facts: dict[str, Any], words: str
 ) -> None:
     assert supervisor.ready is not None
     supervisor.ready.info = msgspec.structs.replace(supervisor.ready.info, **facts)
-    supervisor.config = msgspec.structs.replace(supervisor.config, prefix_reuse=is_asked)
+    supervisor.config = msgspec.structs.replace(supervisor.config, prefix_reuse=is_enabled)
     with served(app_on(supervisor)) as port:
         assert re.match(words, ask(port, "GET", "/v1/placement").json["prefix_reuse"])
 

@@ -120,7 +120,7 @@ def test_a_line_at_load_names_the_tokens() -> None:
     assert "and 92 more" in tokens_out_of_range_text(dict.fromkeys(range(100), "x"))
 
 
-def test_a_folder_says_which_of_its_tokens_have_no_row(tmp_path: Path) -> None:
+def test_tokens_of_a_folder_without_an_embedding_row_are_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, eos_token_id=[2, 999, -1]))
     assert tokenizer.eos_ids == {2, 999}
     info = msgspec.structs.replace(INFO, vocabulary=ROWS)

@@ -58,7 +58,7 @@ def test_json_formats_become_a_schema() -> None:
         (chat(max_tokens=2**31 - 1), 250, 6),
     ],
 )
-def test_max_tokens_is_what_is_asked_for_and_what_the_context_leaves(
+def test_max_tokens_is_bounded_by_the_request_and_the_context(
     body: Any, prompt_tokens: int, most: int
 ) -> None:
     assert token_limit(body, prompt_tokens, FACTS) == most

@@ -59,7 +59,7 @@ def times(seconds: float) -> EngineTimes:
     )
 
 
-def asked(
+def make_question(
     cache: Path,
     model: str = "135m",
     kv_dtype: str = "auto",
@@ -90,13 +90,13 @@ def keep_times(
     kv_dtype: str = "auto",
 ) -> None:
     engine = EngineCandidate(backend=backend, weight_format=weight_format)
-    save_times(cache, FACTS, asked(cache, model, kv_dtype).key(engine), found)
+    save_times(cache, FACTS, make_question(cache, model, kv_dtype).key(engine), found)
 
 
 def chosen(
     cache: Path, model: str = "135m", memory_bytes: int = 64 << 30, **more: Any
 ) -> EngineChoice:
-    question = asked(cache, model, **more)
+    question = make_question(cache, model, **more)
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=memory_bytes)
     return fastest_backend(question, facts, print, lambda what, fraction: None)
 
@@ -135,8 +135,8 @@ def test_torch_is_looked_at_where_the_cpu_multiplies_bf16(
         ("torch", "bf16", 0.002),
     ):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
-        save_times(cache, facts, asked(cache).key(engine), times(seconds))
-    choice = fastest_backend(asked(cache), facts, print, lambda what, fraction: None)
+        save_times(cache, facts, make_question(cache).key(engine), times(seconds))
+    choice = fastest_backend(make_question(cache), facts, print, lambda what, fraction: None)
     assert choice.backend == expected
 
 
@@ -147,8 +147,8 @@ def test_torch_that_was_never_measured_is_left_out_where_it_may_not_be(
     monkeypatch.setattr(fastest_backend_module, "missing_backends", dict)
     for backend, weight_format in (("llama_cpp", "Q4_0"), ("onnx", "int8")):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
-        save_times(cache, facts, asked(cache).key(engine), times(0.01))
-    question = asked(cache, may_measure=True)
+        save_times(cache, facts, make_question(cache).key(engine), times(0.01))
+    question = make_question(cache, may_measure=True)
     choice = fastest_backend(question, facts, print, lambda what, fraction: None)
     assert [one.backend for one in choice.candidates] == ["llama_cpp", "onnx"]
 
@@ -160,7 +160,7 @@ def test_torch_that_was_never_measured_is_left_out_where_it_may_not_be(
 def test_above_eight_threads_half_of_them_are_measured_too(
     cache: Path, threads: int, half_seconds: float, chosen_threads: int | None
 ) -> None:
-    question = msgspec.structs.replace(asked(cache), threads=threads, are_threads_open=True)
+    question = msgspec.structs.replace(make_question(cache), threads=threads, are_threads_open=True)
     for count, seconds in ((threads, 0.01), (threads // 2, half_seconds)):
         engine = EngineCandidate(backend="onnx", weight_format="int8", threads=count)
         save_times(cache, FACTS, question.key(engine), times(seconds))
@@ -231,7 +231,7 @@ def test_times_that_others_disturbed_serve_once_and_are_measured_again(
         monkeypatch.setattr(f"{module}.measured_times", None)  # from now on nothing is measured
 
 
-def test_what_is_not_known_is_not_measured_beside_requests_and_the_usual_order_holds(
+def test_unknown_speeds_are_not_measured_beside_requests_and_the_default_order_applies(
     cache: Path,
 ) -> None:
     choice = chosen(cache, kv_dtype="fp32")
@@ -258,7 +258,7 @@ def test_a_mixture_is_judged_by_its_active_parameters_and_what_a_step_reads(cach
     keep_times(cache, "Q4_0", times(0.2), "llama_cpp", "1b")
     keep_times(cache, "int8", times(0.1), "onnx", "1b")
     spec, small = ladder_model("qwen3-30b-a3b").spec, ladder_model("1b").spec
-    question = asked(cache, "1b", may_measure=True)
+    question = make_question(cache, "1b", may_measure=True)
     mixture = msgspec.structs.replace(question.request.model, name=spec.name, spec=spec)
     request = msgspec.structs.replace(question.request, model=mixture)
     question = msgspec.structs.replace(question, request=request)
@@ -280,7 +280,7 @@ def test_no_engine_of_1b_to_8b_is_left_out_on_24_gib(cache: Path) -> None:
         assert [one.why_not for one in found] == ["", ""]
 
 
-def test_the_formats_asked_for_limit_the_engines(cache: Path) -> None:
+def test_the_requested_formats_limit_the_engines(cache: Path) -> None:
     choice = chosen(cache, formats=("q4_0",))
     assert [one.name for one in choice.candidates] == ["llama_cpp Q4_0"]
     assert chosen(cache, formats=("Q4_0", "int4")).weight_format == "int4"
@@ -290,7 +290,7 @@ def test_the_formats_asked_for_limit_the_engines(cache: Path) -> None:
         chosen(cache, formats=("Q9",))
 
 
-def test_where_eight_bits_do_not_fit_four_serve_and_where_nothing_fits_it_is_told(
+def test_four_bits_serve_where_eight_do_not_fit_and_nothing_fitting_is_an_error(
     cache: Path,
 ) -> None:
     choice = chosen(cache, "3b", memory_bytes=3 << 30)
@@ -316,7 +316,7 @@ class Scripted:
 
     def __init__(self, slots: int, step_tokens: int = 512) -> None:
         self.now, self.steps = 0.0, 0
-        self.held = [0] * slots
+        self.cached = [0] * slots
         self.longest = 0
         settings = SchedulerSettings(slots=slots, context_tokens=1024, step_tokens=step_tokens)
         self.info = BackendInfo("", "cpu", "", settings, 300, "")
@@ -325,8 +325,8 @@ class Scripted:
         self.now += 0.002 + (0.050 if self.steps % 5 == 4 else 0.0)
         self.steps += 1
         for row in rows:
-            assert row.start <= self.held[row.slot] and row.tokens.max() < self.info.vocabulary
-            self.held[row.slot] = row.position
+            assert row.start <= self.cached[row.slot] and row.tokens.max() < self.info.vocabulary
+            self.cached[row.slot] = row.position
             count = len(row.tokens)
             self.longest = max(self.longest, count)
             self.now += 0.001 if count == 1 else 0.0005 * count
@@ -351,7 +351,7 @@ def test_a_slow_engine_is_measured_in_little_time_all_the_same(
     backend = Scripted(16, step_tokens=32)
     monkeypatch.setattr("crossover.serving.placement.engine_times.PART_SECONDS", 0.01)
     measure(backend, lambda: backend.now)  # type: ignore[arg-type]
-    assert backend.longest == 16 and max(backend.held[1:]) < 64
+    assert backend.longest == 16 and max(backend.cached[1:]) < 64
 
 
 def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
         assert 0 < found.decode_seconds < 1 and 0 < found.decode_slots_seconds < 1
 
 
-def test_an_engine_that_cannot_load_says_why() -> None:
+def test_an_engine_that_cannot_load_is_reported_with_the_reason() -> None:
     config = EngineConfig("fake", "", "m", options={"fail_cause": "load_oom"})
     with pytest.raises(ServingError, match=r"fake.*told to fail with load_oom"):
         measured_times(config, TINY_LLAMA3)

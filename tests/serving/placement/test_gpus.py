@@ -62,10 +62,10 @@ def placed(
     spec: Any = ONE,
     trouble: dict[str, tuple[Cause, str]] | None = None,
     memory_gib: float = 64,
-    **asked: Any,
+    **options: Any,
 ) -> Placement:
     facts = machine(memory_gib, gpus=gpus, gpu_cause=None, gpu_note=None)
-    request = placement_request(model=spec, **{"context_tokens": 2048, **asked})
+    request = placement_request(model=spec, **{"context_tokens": 2048, **options})
     return plan(request, facts, Obstacles({}, trouble or {}))
 
 
@@ -92,7 +92,7 @@ def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
     assert placed(nvidia("RTX 4070", 12), spec=EIGHT, trouble=no_build).device == "cpu"
 
 
-def test_an_engine_sees_its_gpu_alone() -> None:
+def test_an_engine_sees_only_its_gpu() -> None:
     def seen(**settings: Any) -> dict[str, str]:
         found = environment(EngineConfig("fake", "", "m", **settings), 3)
         json.loads(found[CONFIG_VARIABLE])
@@ -172,8 +172,8 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
     here.cache = str(tmp_path)
     model, split = ModelOptions(source="135m", threads=1), here.split("", 1)
     request = placement_request(model=ladder_model("135m").spec, context_tokens=2048)
-    asked = engine_question(model, request, split, here)
-    assert asked is not None
+    question = engine_question(model, request, split, here)
+    assert question is not None
     for backend, weight_format, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)
         times = EngineTimes(
@@ -183,12 +183,12 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
             decode_slots_seconds=seconds,
         )
         if is_timed:
-            save_times(here.cache, here.facts(), asked.key(engine), times)
-    request = with_measured_fallbacks(request, asked, here, here.facts())
+            save_times(here.cache, here.facts(), question.key(engine), times)
+    request = with_measured_fallbacks(request, question, here, here.facts())
     assert here.place(request, here.facts()).attempts[1].backend == expected
 
 
-def test_the_placement_is_what_the_engines_are_told() -> None:
+def test_the_placement_is_what_the_engines_get() -> None:
     gpu = msgspec.structs.replace(with_gpu().gpus[0], uuid="GPU-7")
     facts = msgspec.structs.replace(with_gpu(), gpus=(gpu,))
     model = ModelOptions(source="fake", name="m", backend="fake", slots=2)

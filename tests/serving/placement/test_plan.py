@@ -59,9 +59,9 @@ def planned(
     policy: Policy = Policy.auto,
     missing: dict[str, str] | None = None,
     gpu_trouble: dict[str, tuple[Cause, str]] | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Placement:
-    request = placement_request(model=spec, policy=policy, **{"context_tokens": 2048, **asked})
+    request = placement_request(model=spec, policy=policy, **{"context_tokens": 2048, **options})
     return plan(request, facts, Obstacles(missing or {}, gpu_trouble or {}))
 
 
@@ -73,7 +73,7 @@ def place(attempt: Attempt) -> tuple[str, str, str]:
     return attempt.device, attempt.backend, attempt.weight_format
 
 
-def test_auto_without_a_gpu_chooses_the_cpu_and_says_so_in_words_and_numbers() -> None:
+def test_auto_without_a_gpu_chooses_the_cpu_and_explains_it() -> None:
     placement = planned(SMALL, machine())
     assert place(placement) == ("cpu", "llama_cpp", "Q4_0")
     assert causes(placement) == [Cause.no_device]
@@ -107,8 +107,8 @@ def test_the_gpu_falls_back_to_the_best_engine_of_the_cpu_that_is_installed(
     the files that the GPU's engine has.
     """
     facts = with_gpu(memory_available_bytes=64 * GIB)
-    told = dict.fromkeys(missing, "its package is not installed (pip install it)")
-    placement = planned(EIGHT, facts, missing=told, cpu_order=order)
+    missing_reasons = dict.fromkeys(missing, "its package is not installed (pip install it)")
+    placement = planned(EIGHT, facts, missing=missing_reasons, cpu_order=order)
     later = [(one.backend, one.weight_format) for one in placement.attempts[1:]]
     assert later == expected
     text = "\n".join(explain(placement))
@@ -117,7 +117,7 @@ def test_the_gpu_falls_back_to_the_best_engine_of_the_cpu_that_is_installed(
         assert f"backend '{name}' cannot run: its package is not installed (pip install" in text
 
 
-def test_the_start_says_that_there_is_no_fallback_and_why() -> None:
+def test_the_start_reports_a_missing_fallback_and_the_reason() -> None:
     small = with_gpu(memory_available_bytes=2 * GIB)
     text = "\n".join(explain(planned(EIGHT, small, missing={"onnx": "not installed"})))
     assert "no fallback: no engine can run llama-3.1-8b on the CPU, for the reasons below" in text
@@ -130,9 +130,9 @@ def test_the_start_says_that_there_is_no_fallback_and_why() -> None:
 def test_a_context_is_not_cut_for_the_last_resort() -> None:
     """float32 KV of torch on a CPU without bf16 takes twice the memory of llama_cpp's."""
     facts = with_gpu(memory_available_bytes=40 * GIB)
-    asked: dict[str, Any] = {"context_tokens": None, "slots": 4}
-    without = planned(EIGHT, facts, missing={"torch": "none"}, backend="llama_cpp", **asked)
-    found = planned(EIGHT, facts, **asked).settings
+    options: dict[str, Any] = {"context_tokens": None, "slots": 4}
+    without = planned(EIGHT, facts, missing={"torch": "none"}, backend="llama_cpp", **options)
+    found = planned(EIGHT, facts, **options).settings
     assert found.context_tokens >= without.settings.context_tokens
 
 
@@ -156,7 +156,7 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
 
 @pytest.mark.parametrize("memory_gib", [12, 24, 4000])
 @pytest.mark.parametrize("spec", [SMALL, EIGHT])
-def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_allows(
+def test_the_default_context_is_the_models_own_as_far_as_memory_allows(
     spec: ModelSpec, memory_gib: float
 ) -> None:
     placement = planned(spec, machine(memory_gib), weight_format="Q4_0", context_tokens=None)
@@ -178,19 +178,19 @@ def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_all
 def test_a_gpu_has_as_many_slots_as_memory_has_room_for(backend: str, free_gib: float) -> None:
     """At most 256; a CPU has 16, and what somebody asked for is left as it is."""
     facts = with_gpu(free_gib, memory_available_bytes=120 * GIB)
-    asked: dict[str, Any] = {"backend": backend, "weight_format": None}
-    on_gpu, on_cpu = planned(EIGHT, facts, **asked).attempts
+    options: dict[str, Any] = {"backend": backend, "weight_format": None}
+    on_gpu, on_cpu = planned(EIGHT, facts, **options).attempts
     slots = on_gpu.settings.slots
     assert on_gpu.fits and 1 <= slots <= 256
     if slots < 256:  # one more would not fit
-        more = planned(EIGHT, facts, slots=slots + 1, check_memory=False, **asked)
+        more = planned(EIGHT, facts, slots=slots + 1, check_memory=False, **options)
         assert not more.attempts[0].fits
     else:
         assert free_gib == 130 or backend == "llama_cpp"
     assert (on_gpu.settings.prefill_tokens, on_gpu.settings.step_tokens) == (2048, 2048)
     settings = on_cpu.settings
     assert (settings.slots, settings.prefill_tokens, settings.step_tokens) == (16, 256, 512)
-    few = planned(EIGHT, facts, slots=3, prefill_tokens=100, step_tokens=300, **asked)
+    few = planned(EIGHT, facts, slots=3, prefill_tokens=100, step_tokens=300, **options)
     for attempt in few.attempts:
         settings = attempt.settings
         assert (settings.slots, settings.prefill_tokens, settings.step_tokens) == (3, 100, 300)
@@ -204,18 +204,18 @@ def test_a_step_has_room_for_a_token_of_each_slot() -> None:
 
 def test_a_gpu_that_is_too_small_is_a_reason_with_both_numbers_and_what_would_fit() -> None:
     facts = with_gpu(free_gib=20, memory_available_bytes=120 * GIB)
-    asked: dict[str, Any] = {"context_tokens": 4096, "backend": "torch", "weight_format": "bf16"}
-    placement = planned(EIGHT, facts, slots=64, **asked)
+    options: dict[str, Any] = {"context_tokens": 4096, "backend": "torch", "weight_format": "bf16"}
+    placement = planned(EIGHT, facts, slots=64, **options)
     assert placement.device == "cpu" and causes(placement) == [Cause.insufficient_vram]
     text = placement.reasons[0].text
     assert "needs" in text and "19 GiB may be used" in text
     assert "slots instead of 64 would fit" in text
     fitting = int(text.split("; ")[1].split()[0])
-    assert planned(EIGHT, facts, slots=fitting, **asked).device == "gpu"
-    assert planned(EIGHT, facts, slots=fitting + 1, **asked).device == "cpu"
+    assert planned(EIGHT, facts, slots=fitting, **options).device == "gpu"
+    assert planned(EIGHT, facts, slots=fitting + 1, **options).device == "cpu"
 
 
-def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
+def test_the_policies_exclude_a_device_and_report_it() -> None:
     placement = planned(SMALL, with_gpu(), Policy.cpu_only)
     assert placement.device == "cpu" and causes(placement) == [Cause.forced]
     placement = planned(SMALL, with_gpu(), Policy.gpu_only)
@@ -248,7 +248,7 @@ def test_a_missing_package_is_a_cause_on_either_device() -> None:
         planned(SMALL, machine(), missing={**missing, "onnx": "not installed"})
 
 
-def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
+def test_what_does_not_fit_in_memory_is_an_error_unless_allowed() -> None:
     with pytest.raises(NoPlacement, match="70b.*use a smaller model or format"):
         planned(ladder_model("70b").spec, machine(16))
     placement = planned(ladder_model("70b").spec, machine(16), check_memory=False)
@@ -256,7 +256,7 @@ def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
     assert any("does not fit" in line for line in explain(placement))
 
 
-def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() -> None:
+def test_the_context_is_cut_to_the_models_own_and_that_is_reported() -> None:
     placement = planned(SMALL, machine(), context_tokens=10**6)
     assert placement.settings.context_tokens == SMALL.context
     assert "context reduced from 1000000" in placement.reasons[0].text
@@ -316,7 +316,7 @@ def test_formats_are_spelt_as_the_backend_spells_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "weight_format", "isa", "held"),
+    ("backend", "weight_format", "isa", "stored"),
     [
         ("llama_cpp", "Q4_0", ("avx2",), "fp16"),
         ("onnx", "int4", ("avx2",), "fp32"),
@@ -325,15 +325,15 @@ def test_formats_are_spelt_as_the_backend_spells_them() -> None:
     ],
 )
 def test_the_kv_cache_is_planned_as_the_backend_stores_it(
-    backend: str, weight_format: str, isa: tuple[str, ...], held: str
+    backend: str, weight_format: str, isa: tuple[str, ...], stored: str
 ) -> None:
     settings: dict[str, Any] = {"backend": backend, "weight_format": weight_format}
-    for asked in ("auto", held):
-        placement = planned(SMALL, machine(isa=isa), kv_dtype=asked, **settings)
-        assert placement.settings.kv_dtype == held
-        assert placement.memory.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
+    for options in ("auto", stored):
+        placement = planned(SMALL, machine(isa=isa), kv_dtype=options, **settings)
+        assert placement.settings.kv_dtype == stored
+        assert placement.memory.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(stored)
     if backend != "llama_cpp":
-        refusal = f"{backend} on the CPU stores its KV cache in {held}, not in q8_0"
+        refusal = f"{backend} on the CPU stores its KV cache in {stored}, not in q8_0"
         with pytest.raises(NoPlacement, match=refusal):
             planned(SMALL, machine(isa=isa), kv_dtype="q8_0", **settings)
 

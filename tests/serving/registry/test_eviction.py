@@ -68,6 +68,6 @@ def test_needs_and_free_bytes_are_those_of_a_place_and_a_standby_engine_needs_ro
     on_gpu = Attempt("gpu", "torch", "bf16", "H100", memory(5, 3, 2), 4, device_id="GPU-1")
     on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", memory(2, 1, 1), 50)
     assert bytes_by_place([on_gpu, on_cpu]) == {"GPU-1": 10, "cpu": 4}
-    held: list[Any] = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
-    assert bytes_free([on_gpu, on_cpu], held, None) == {"GPU-1": 4, "cpu": 45}
-    assert bytes_free([on_gpu, on_cpu], held, 60) == {"GPU-1": 4, "cpu": 30}
+    residents: list[Any] = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
+    assert bytes_free([on_gpu, on_cpu], residents, None) == {"GPU-1": 4, "cpu": 45}
+    assert bytes_free([on_gpu, on_cpu], residents, 60) == {"GPU-1": 4, "cpu": 30}

@@ -103,10 +103,10 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
         async with fleet_of(model("a"), model("b"), limits=ROOM_FOR_ONE) as registry:
             a, b = registry.models.values()
             await until(lambda: registry.states() == {"a": "ready", "b": "unloaded"})
-            held = await registry.acquire("b")  # waits for the load; a was idle and went
+            acquired = await registry.acquire("b")  # waits for the load; a was idle and went
             assert registry.states() == {"a": "unloaded", "b": "ready"}
-            told = [event for event in b.supervisor.events if event.kind == "unloaded"]
-            assert [one.message for one in told] == [
+            unloads = [event for event in b.supervisor.events if event.kind == "unloaded"]
+            assert [one.message for one in unloads] == [
                 "there is no room beside a; it is loaded at its first request"
             ]
             assert "to make room for b" in (a.supervisor.reason or "")
@@ -114,7 +114,7 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             problem = await refused(registry, "a")
             assert problem.code == "no_room" and "while b are busy" in problem.reason
             assert b.supervisor.engine_pid == pid and b.state == "ready"
-            held.release()
+            acquired.release()
             stream = submit(b, 100)  # nobody holds it, and it is busy all the same
             assert (await refused(registry, "a")).code == "no_room"
             assert (await collect(stream)).tokens == 100
@@ -132,14 +132,14 @@ def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
             assert registry.states() == {"a": "unloaded"} and a.supervisor.pids == []
             entering = [asyncio.create_task(registry.acquire("a")) for _ in range(20)]
             await until(lambda: registry.states() == {"a": "loading"})
-            for held in await asyncio.gather(*entering):
-                held.release()
+            for acquired in await asyncio.gather(*entering):
+                acquired.release()
             assert started(a) == 1 and a.reference_count == 0
 
     run(scenario())
 
 
-def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> None:
+def test_a_request_that_waits_too_long_gets_retry_after_and_the_load_goes_on() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(load_wait_seconds=0.1)
         async with fleet_of(model("a", "demand", load_seconds=1.0), limits=limits) as registry:
@@ -152,15 +152,15 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> 
     run(scenario())
 
 
-def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None:
+def test_an_idle_model_is_unloaded_and_loaded_again_on_demand() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a", idle=0.3)) as registry:
             a = registry.models["a"]
             await until(lambda: a.state == "ready")
-            held = await registry.acquire("a")
+            acquired = await registry.acquire("a")
             await asyncio.sleep(0.5)
             assert a.state == "ready"  # held, so not idle
-            held.release()
+            acquired.release()
             await until(lambda: a.state == "unloaded")
             assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
             (await registry.acquire("a")).release()
@@ -191,22 +191,22 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
     run(scenario())
 
 
-def test_a_load_that_is_called_off_before_its_first_step_can_be_asked_for_again() -> None:
+def test_a_load_that_is_canceled_before_its_first_step_can_be_requested_again() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a", load="demand")) as registry:
-            asked = asyncio.create_task(registry.load("a"))
+            loading = asyncio.create_task(registry.load("a"))
             await asyncio.sleep(0)
             assert await registry.unload("a") == 0
             assert registry.states() == {"a": "unloaded"}
             with pytest.raises(Unavailable, match="was canceled"):
-                await asked
+                await loading
             await registry.load("a")
             assert registry.states() == {"a": "ready"}
 
     run(scenario())
 
 
-def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() -> None:
+def test_a_request_during_an_unload_waits_for_it_and_loads_the_model() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a")) as registry:
             a = registry.models["a"]
@@ -216,11 +216,11 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
                 unloading = asyncio.create_task(registry.loader._unload(a, "idle", "idle"))
                 await until(lambda: a.state == "draining")
                 async with asyncio.timeout(10):
-                    held = await again("a")
+                    acquired = await again("a")
                 assert (await collect(stream)).finish == "length" and await unloading == 0
                 assert a.state == "ready"
-                if held is not None:
-                    held.release()
+                if acquired is not None:
+                    acquired.release()
 
     run(scenario())
 
@@ -320,7 +320,7 @@ def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     run(scenario())
 
 
-def test_what_never_fits_is_said_to_be_so_and_given_up() -> None:
+def test_a_model_that_never_fits_is_reported_and_given_up() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(memory_bytes=MIB)
         async with fleet_of(model("a", "demand"), limits=limits) as registry:

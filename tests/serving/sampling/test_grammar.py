@@ -54,7 +54,7 @@ def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
         ),
     ],
 )
-def test_schemas_that_cannot_be_held_to_are_refused(schema: str, words: str) -> None:
+def test_schemas_that_cannot_be_enforced_are_refused(schema: str, words: str) -> None:
     with pytest.raises(Unsupported, match="The JSON schema cannot be used") as caught:
         BYTES.open(Sampling(json_schema=schema))
     assert words in str(caught.value)

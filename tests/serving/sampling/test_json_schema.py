@@ -265,7 +265,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_means_the_same_in_a_tool_as_alone(name: str) -> None:
+def test_a_schema_means_the_same_in_a_tool_as_in_a_response_format(name: str) -> None:
     schema, good, bad = SCHEMAS[name]
     matcher = opened(schema)
     assert [takes(matcher, text) for text in good] == [True] * len(good)
@@ -306,18 +306,21 @@ CANNOT: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_held_to_is_left_out_or_named(name: str) -> None:
+def test_what_cannot_be_enforced_is_left_out_or_named(name: str) -> None:
     part, keyword, answer = CANNOT[name]
     schema = inside(part)
     assert takes_call(opened_tool(schema), f'{{"a":[{answer}]}}')
     assert not takes_call(opened_tool(schema), '{"a":1}')  # all else is held to
-    with pytest.raises(Unsupported) as alone:
+    with pytest.raises(Unsupported) as in_response_format:
         opened(schema)
     with pytest.raises(Unsupported) as strict:
         opened_tool(schema, True, "lookup", CallableTool("g", {}))
-    assert (alone.value.parameter, strict.value.parameter) == ("response_format", "tools")
+    assert (in_response_format.value.parameter, strict.value.parameter) == (
+        "response_format",
+        "tools",
+    )
     assert "'lookup'" in str(strict.value)
-    for problem in (alone.value, strict.value):
+    for problem in (in_response_format.value, strict.value):
         assert keyword in str(problem) or "min/maxProperties" in str(problem)
         assert "properties/a/items" in str(problem) or "min/maxProperties" in str(problem)
 

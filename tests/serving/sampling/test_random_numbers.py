@@ -52,14 +52,14 @@ def test_the_generator_gives_the_words_that_were_published(
     assert (*even[:, 0, 0].tolist(), *odd[:, 0, 0].tolist()) == (*words[::2], *words[1::2])
 
 
-def test_a_rows_numbers_depend_on_its_seed_and_position_alone() -> None:
+def test_a_rows_numbers_depend_only_on_its_seed_and_position() -> None:
     keys = [(0, 1), (1, 1), (0, 2), (1 << 40, 1), (-1, 70_000), (1 << 63, 3)]
     counters = proposal_counters([(0, 64), (1, 256)])
     bits, member = proposal_bits(keys_of(rows_of(*keys)), counters)
     for at, key in enumerate(keys):
-        alone = keys_of(rows_of(key))
-        assert (proposal_bits(alone, counters)[0][:, 0] == bits[:, at]).all()
-        second, second_member = proposal_bits(alone, proposal_counters([(1, 256)]))
+        single = keys_of(rows_of(key))
+        assert (proposal_bits(single, counters)[0][:, 0] == bits[:, at]).all()
+        second, second_member = proposal_bits(single, proposal_counters([(1, 256)]))
         assert (second[:, 0] == bits[:, at, 64:]).all(), "a round of its own"
         assert (second_member[0] == member[at, 64:]).all()
     uniform = proposal_bits(keys_of(rows_of(*keys)), CDF_COUNTER)[0][0]

@@ -209,7 +209,7 @@ def test_bounds_of_top_p_decide_what_the_sum_of_all_tokens_decides(
         assert bounds.keeps(logit) in (None, is_kept)
 
 
-def test_bounds_of_top_p_tell_of_nearly_every_token_of_a_language_model() -> None:
+def test_bounds_of_top_p_decide_nearly_every_token_of_a_language_model() -> None:
     """A few tokens far above tens of thousands, as after a prompt that leaves few continuations."""
     random = np.random.default_rng(11)
     work = (random.standard_normal(128_256) * 2.5).astype(np.float32)
@@ -218,23 +218,23 @@ def test_bounds_of_top_p_tell_of_nearly_every_token_of_a_language_model() -> Non
     groups = weigh(group_maxima(work)[None], [make_row(sampling)]).of_row(0)
     bounds = TopPBounds(work, sampling, groups, -np.inf)
     likely = np.argsort(-work)[:300]
-    told = [bounds.keeps(work[token]) is not None for token in likely]
-    assert float(softmax(work / np.float32(0.8))[likely][told].sum()) > 0.95
+    decided = [bounds.keeps(work[token]) is not None for token in likely]
+    assert float(softmax(work / np.float32(0.8))[likely][decided].sum()) > 0.95
 
 
 # --- independence of batch mates
 
 
-def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
+def test_a_row_is_sampled_alike_single_and_in_any_batch() -> None:
     random = np.random.default_rng(4)
     kinds = enumerate(KINDS * 3)
     rows = [make_row(replace(kind, seed=index), index + 1) for index, kind in kinds]
     logits = (random.standard_normal((len(rows), 5001)) * 2).astype(np.float32)
     together = chosen(logits, rows)
-    alone = [chosen(logits[at : at + 1], [row])[0] for at, row in enumerate(rows)]
+    single = [chosen(logits[at : at + 1], [row])[0] for at, row in enumerate(rows)]
     order = random.permutation(len(rows))
     shuffled = chosen(logits[order], [rows[at] for at in order])
-    assert together == alone
+    assert together == single
     assert [together[at] for at in order] == shuffled
 
 

@@ -156,10 +156,10 @@ def simulate(
         for sequence in decoding + begun:
             running[sequence][1] -= 1
             ledger.progressed(sequence, 1)
-            since, said = arrived[sequence]
+            since, predicted = arrived[sequence]
             if sequence in begun and since > warm_seconds:
                 ttft.append(now - since)
-                forecast += [] if said is None else [said]
+                forecast += [] if predicted is None else [predicted]
             if not running[sequence][1]:
                 del running[sequence]
                 ledger.finished(sequence)
@@ -197,7 +197,7 @@ def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
     assert kind_of(refused(ledger))[0] == "queue_ttft"
 
 
-def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> None:
+def test_a_prompt_that_always_comes_late_is_admitted_to_an_unloaded_server() -> None:
     ledger = paced(QueueBounds(ttft_seconds=1.0), slots=2)  # 100 tokens/s
     assert refused(ledger, 500) is None
     ledger.admit(1, 10, 50)

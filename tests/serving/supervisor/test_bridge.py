@@ -39,14 +39,14 @@ SLOW_LOAD = 0.6  # seconds of the GPU engine's load
 
 def allow_bridge(supervisor: Supervisor, seconds: float | None = 0.0) -> list[EngineConfig]:
     """Let the supervisor bridge, and return the configurations that it asks about."""
-    asked: list[EngineConfig] = []
+    requested: list[EngineConfig] = []
 
     def estimate(config: EngineConfig) -> float | None:
-        asked.append(config)
+        requested.append(config)
         return seconds
 
     supervisor.estimate_load_seconds = estimate
-    return asked
+    return requested
 
 
 def kill_engine(supervisor: Supervisor) -> None:
@@ -58,13 +58,13 @@ def test_the_cpu_answers_until_the_gpu_has_restarted(config: Config, tokenizer_p
     async def scenario() -> None:
         gpu, cpu = config(device="gpu", load_seconds=SLOW_LOAD), config()
         async with running(gpu, cpu, limits=NO_RETURN) as supervisor:
-            asked = allow_bridge(supervisor)
+            requested = allow_bridge(supervisor)
             read = supervisor.submit(GenerationRequest([1, 2, 3], LONG, ignore_eos=True))
             await next_of(read)
             kill_engine(supervisor)
             await until(lambda: supervisor.label == "fake/cpu" and supervisor.state == "ready")
             assert (supervisor.restarts, supervisor.fallbacks, supervisor.bridges) == (1, 1, 1)
-            assert asked == [cpu]
+            assert requested == [cpu]
             await until(lambda: len(supervisor.pids) == 2)  # the GPU engine is on its way
             short = supervisor.submit(GenerationRequest([4, 5], 10, ignore_eos=True))
             begun = supervisor.submit(GenerationRequest([4, 6], LONG, ignore_eos=True))
@@ -161,13 +161,13 @@ def test_what_a_load_took_counts_for_more_than_the_estimate(config: Config) -> N
     async def scenario() -> None:
         gpu, cpu = config(device="gpu"), config(load_seconds=1.5)
         async with running(gpu, cpu, limits=NEVER_RESTARTED) as supervisor:
-            asked = allow_bridge(supervisor)
+            requested = allow_bridge(supervisor)
             kill_engine(supervisor)
             await until(lambda: supervisor.returns == 1)
-            assert (supervisor.bridges, len(asked)) == (1, 1)
+            assert (supervisor.bridges, len(requested)) == (1, 1)
             supervisor._limits = msgspec.structs.replace(QUICK, window_seconds=0.0)
             kill_engine(supervisor)
             await until(lambda: supervisor.restarts == 2 and supervisor.state == "ready")
-            assert (supervisor.bridges, len(asked), supervisor.label) == (1, 2, "fake/gpu")
+            assert (supervisor.bridges, len(requested), supervisor.label) == (1, 2, "fake/gpu")
 
     run(scenario())

@@ -88,7 +88,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
 
 
 @pytest.mark.parametrize(
-    ("cause", "made_up", "said"),
+    ("cause", "made_up", "expected"),
     [
         (Cause.no_device, MadeUp(machine()), "this machine has no GPU"),
         (Cause.no_driver, without("no_driver", "the driver is not loaded"), "not loaded"),
@@ -106,7 +106,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
     ],
 )
 def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(
-    cause: Cause, made_up: MadeUp, said: str
+    cause: Cause, made_up: MadeUp, expected: str
 ) -> None:
     policy = Policy.cpu_only if cause is Cause.forced else Policy.auto
     device = "gpu" if cause is Cause.insufficient_memory else "cpu"
@@ -114,8 +114,10 @@ def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(
         assert server.answer() == f"fake/{device}"
         placed = server.placement()
         reasons = {reason["cause"]: reason["text"] for reason in placed["explanation"]["reasons"]}
-        assert said in reasons[cause.value], reasons
-        assert any(cause.value in line and said in line for line in placed["explanation"]["lines"])
+        assert expected in reasons[cause.value], reasons
+        assert any(
+            cause.value in line and expected in line for line in placed["explanation"]["lines"]
+        )
         assert placed["explanation"]["device"] == placed["engine"]["device"] == device
         assert placed["fallbacks"] == 0
 
@@ -141,7 +143,7 @@ def test_a_real_signal_twice_moves_the_model_to_the_cpu(number: signal.Signals) 
         assert found["engine_fallbacks_total",] == 1
 
 
-def test_gpu_only_has_nothing_to_fall_back_to_and_the_server_says_so() -> None:
+def test_gpu_only_has_no_fallback_and_the_server_reports_it() -> None:
     with serving(MadeUp(with_gpu()), Policy.gpu_only) as server:
         lines = server.placement()["explanation"]["lines"]
         assert any("forced: the policy gpu-only excludes the CPU" in line for line in lines)

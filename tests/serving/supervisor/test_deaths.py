@@ -231,7 +231,7 @@ def test_a_fallback_that_died_is_not_started_beside_the_preferred_engine(
     run(scenario())
 
 
-def test_an_engine_that_dies_in_a_drain_says_why_and_a_pause_is_part_of_retry_after(
+def test_an_engine_death_in_a_drain_is_reported_and_a_pause_counts_in_retry_after(
     config: Callable[..., EngineConfig],
 ) -> None:
     async def scenario() -> None:

@@ -14,7 +14,7 @@ from tests.bench import pressure
 from tests.bench.http_client import Client, run
 
 
-def asked(**values: object) -> argparse.Namespace:
+def options(**values: object) -> argparse.Namespace:
     """The benchmark's arguments with no cores of their own."""
     chosen = pressure.arguments(["--engine-cores", "", "--api-cores", ""])
     return argparse.Namespace(**vars(chosen) | values)
@@ -44,14 +44,14 @@ def test_the_end_under_load(part: str) -> None:
 
     The exit status says which.
     """
-    found = pressure.measure(part, asked(), **({"tokens": 100} if part == "drain" else {}))
+    found = pressure.measure(part, options(), **({"tokens": 100} if part == "drain" else {}))
     assert found["kept"], found
 
 
 def test_mixed_load_gets_the_answers_it_deserves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     words = ("--context", "1024", "--option", "step_seconds=0.002")
     with pressure.serving("fake", *words, folder=tmp_path) as server:
-        soak = pressure.soak(server, asked(seconds=3.0, rate=30.0))
+        soak = pressure.soak(server, options(seconds=3.0, rate=30.0))
         found = run(asyncio.wait_for(soak, 120))
     assert not found["surprises"] and not found["leaked"]
     assert sum(found["seen"].values()) > 20

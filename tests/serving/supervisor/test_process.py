@@ -29,7 +29,7 @@ ABORTED = (
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_the_reason_of_an_abort_is_what_was_said_before_the_trace(loaded: bool) -> None:
+def test_the_reason_of_an_abort_is_the_output_before_the_trace(loaded: bool) -> None:
     engine = EngineProcess(0, EngineConfig("fake", "", "m"))
     engine.returncode = -signal.SIGABRT
     engine.last_lines.extend(ABORTED)
@@ -85,8 +85,11 @@ def test_a_silent_gpu_is_given_up_earlier(monkeypatch: pytest.MonkeyPatch, what:
         time.sleep(0.1)
         engine.end_if_hung(0.05)
         assert engine.killed is (device == "gpu")
-        said = {"load": "no message from the loading engine", "step": "with 1 sequences in flight"}
-        assert device == "cpu" or said[what] in engine.why()[1]
+        messages = {
+            "load": "no message from the loading engine",
+            "step": "with 1 sequences in flight",
+        }
+        assert device == "cpu" or messages[what] in engine.why()[1]
 
 
 @pytest.mark.parametrize("fails", ["socket.socketpair", "threading.Thread.start"])

@@ -80,7 +80,7 @@ def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., Eng
     run(scenario())
 
 
-def test_cancelling_and_deadlines_hold_while_no_engine_is_there(
+def test_canceling_and_deadlines_work_without_an_engine(
     config: Callable[..., EngineConfig],
 ) -> None:
     async def scenario() -> None:

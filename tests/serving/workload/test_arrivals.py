@@ -33,7 +33,7 @@ def trace(path, stamps):
 
 
 @pytest.mark.parametrize("process", KINDS, ids=kind)
-def test_every_process_has_the_asked_rate(process):
+def test_every_arrival_process_has_the_requested_rate(process):
     rates = [len(due_times(process, RATE, LONG, seed)) / LONG for seed in range(3)]
     assert np.mean(rates) == pytest.approx(RATE, rel=0.02)
 
@@ -65,7 +65,7 @@ def test_gamma_has_its_variation_and_starts_in_equilibrium(cv):
     assert np.mean(short) == pytest.approx(4.0, abs=4 * np.std(short) / np.sqrt(1500))
 
 
-def test_a_trace_is_replayed_at_the_asked_rate_and_repeated(tmp_path):
+def test_a_trace_is_replayed_at_the_requested_rate_and_repeated(tmp_path):
     stamps = np.cumsum(np.random.default_rng(0).exponential(2.0, 400))
     times = due_times(Trace(trace(tmp_path / "own.jsonl", stamps)), 4.0, 250.0, 1)
     assert len(times) / 250.0 == pytest.approx(4.0, rel=0.03)

@@ -19,7 +19,7 @@ def common(words, others):
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def test_prompts_are_seeded_and_share_their_prefix_alone():
+def test_prompts_are_seeded_and_share_only_their_prefix():
     own, prefixed = texts(1, 60), texts(1, 60, prefix=30)
     assert own == texts(1, 60) and own[7] != texts(2, 8)[7]
     for pair in itertools.combinations(range(60), 2):
@@ -32,10 +32,10 @@ def test_a_server_s_own_counts_are_met():
     """A template of 27 tokens; words of 1.25 tokens; and the shortest prompt that there is."""
     for fixed, word in ((27.0, 1.0), (3.0, 1.25), (-0.25, 1.25)):
         maker = PromptMaker(1, fixed, word)
-        for asked in (2, 64, 1000, 4096):
-            text, tokens = maker.make(RequestSpec(0, asked, 5))
+        for requested in (2, 64, 1000, 4096):
+            text, tokens = maker.make(RequestSpec(0, requested, 5))
             assert tokens == round(fixed + word * len(text.split()))
-            assert abs(tokens - asked) <= 1 or (asked < fixed and len(text.split()) == 1)
+            assert abs(tokens - requested) <= 1 or (requested < fixed and len(text.split()) == 1)
 
 
 def test_the_shipped_tokenizer_is_met_exactly():
@@ -44,9 +44,9 @@ def test_the_shipped_tokenizer_is_met_exactly():
     )
     for seed in range(40):
         maker = PromptMaker(seed)
-        for index, asked in enumerate((1, 2, 3, 33, 512)):
-            text, tokens = maker.make(RequestSpec(index, asked, 5))
-            assert len(tokenizer.encode(text)) == tokens == asked
+        for index, requested in enumerate((1, 2, 3, 33, 512)):
+            text, tokens = maker.make(RequestSpec(index, requested, 5))
+            assert len(tokenizer.encode(text)) == tokens == requested
 
 
 def test_the_words_stay_the_same_so_that_seeds_repeat_across_versions():

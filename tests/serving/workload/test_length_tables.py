@@ -42,8 +42,8 @@ PUBLISHED = {
 LEVELS = (0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99)
 
 
-def lengths(asks):
-    return np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
+def lengths(requests):
+    return np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -10,16 +10,16 @@ import pytest
 from crossover.serving.workload.request_lengths import PRESETS, Workload, draw, lengths_in_words
 
 
-def test_no_answer_is_longer_than_is_asked():
+def test_no_answer_is_longer_than_requested():
     assert Workload(prompt_tokens=8, output_tokens=64, scale=0.5).most_output_tokens == 32
     assert Workload(preset="chat", max_output_tokens=64).most_output_tokens == 64
 
 
-def lengths(asks):
-    return np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
+def lengths(requests):
+    return np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
 
 
-def test_asks_are_seeded_and_a_longer_level_starts_like_a_shorter_one():
+def test_requests_are_seeded_and_a_longer_level_starts_like_a_shorter_one():
     for workload in (
         Workload(preset="chat"),
         Workload(prompt_tokens=7, output_tokens=3),
@@ -61,7 +61,7 @@ def test_scaled_lengths_keep_their_shape():
         ),
     ],
 )
-def test_lengths_are_said_in_words(workload, words):
+def test_lengths_are_described(workload, words):
     assert lengths_in_words(workload) == words
 
 
@@ -85,15 +85,24 @@ def test_settings_that_cannot_be_are_refused(settings):
 
 
 def test_a_shared_prefix_is_no_longer_than_the_prompt():
-    asks = draw(Workload(preset="chat", shared_prefix_tokens=300), 200, 1)
-    assert {min(300, ask.prompt_tokens) == ask.prefix_tokens for ask in asks} == {True}
+    requests = draw(Workload(preset="chat", shared_prefix_tokens=300), 200, 1)
+    assert {min(300, request.prompt_tokens) == request.prefix_tokens for request in requests} == {
+        True
+    }
 
 
 def test_a_file_is_drawn_from_and_a_replay_keeps_its_order(tmp_path):
     path = tmp_path / "m.jsonl"
     rows = [{"prompt_tokens": 1024 + i, "output_tokens": 5 + i} for i in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asks = draw(Workload(replay=str(path)), 6, 1)
-    assert [ask.output_tokens for ask in asks] == [5, 6, 7, 8, 5, 6]  # and from the start again
+    requests = draw(Workload(replay=str(path)), 6, 1)
+    assert [request.output_tokens for request in requests] == [
+        5,
+        6,
+        7,
+        8,
+        5,
+        6,
+    ]  # and from the start again
     drawn = lengths(draw(Workload(file=str(path)), 200, 1))
     assert {tuple(pair) for pair in drawn.tolist()} == {(1024 + i, 5 + i) for i in range(4)}

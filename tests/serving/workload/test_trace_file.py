@@ -81,7 +81,7 @@ def test_files_are_read_as_other_programs_write_them(tmp_path, data, pairs, left
     assert (rows.note(str(path)) is None) == (left_out == 0)
 
 
-def test_rows_that_are_left_out_are_said(tmp_path):
+def test_rows_that_are_left_out_are_reported(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(ROW + '{"prompt_tokens": 5, "output_tokens": 0, "seconds": 1}\n')
     assert notes_of(Workload(file=str(path)), Trace(str(path))) == [
@@ -90,7 +90,7 @@ def test_rows_that_are_left_out_are_said(tmp_path):
     assert notes_of(Workload(preset="chat")) == []
 
 
-def test_a_name_that_is_no_utf_8_is_read_and_said(tmp_path):
+def test_a_name_that_is_no_utf_8_is_read_and_printed(tmp_path):
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
     with pytest.raises(WorkloadError, match="no such file") as caught:
         load_trace(path)

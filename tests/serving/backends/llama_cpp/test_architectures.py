@@ -72,7 +72,7 @@ LOG_ROUNDING = 0.02 * 2**20  # llama.cpp says MiB with two decimals
 
 
 @pytest.mark.parametrize(("name", "with_experts", "weight_format", "parts"), CASES)
-def test_an_architecture_is_sized_and_answers_alone_together_and_in_turns(
+def test_an_architecture_is_sized_and_answers_single_batched_and_in_turns(
     name: str, with_experts: bool, weight_format: str, parts: int, make: Make, tmp_path: Path
 ) -> None:
     file = write_architecture(
@@ -83,23 +83,23 @@ def test_an_architecture_is_sized_and_answers_alone_together_and_in_turns(
     assert (header.weight_format, len(header.files)) == (weight_format, parts)
     assert (spec.experts is not None) == with_experts
     for context in (512, CONTEXT):
-        asked = RequestedSettings(slots=2, context_tokens=context)
-        (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False).values()
+        requested = RequestedSettings(slots=2, context_tokens=context)
+        (reported,) = reported_memory(str(file), spec, requested, prefix_reuse=False).values()
         counted = kv_bytes(spec, 2 * context, 2, "fp16")
-        assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=LOG_ROUNDING)
+        assert reported.kv_bytes == pytest.approx(counted, rel=0.001, abs=LOG_ROUNDING)
         states = 2 * spec.state_bytes_per_slot
-        assert held.state_bytes == pytest.approx(states, abs=LOG_ROUNDING)
+        assert reported.state_bytes == pytest.approx(states, abs=LOG_ROUNDING)
 
     settings = {"slots": SLOTS, "context_tokens": CONTEXT}
-    chat, alone = Chat(make(file, **settings)), make(file, **settings)
-    is_tie = near_tie(alone, ROUTING_TIE)
+    chat, unbatched = Chat(make(file, **settings)), make(file, **settings)
+    is_tie = near_tie(unbatched, ROUTING_TIE)
     prompts = [tokens(2, 40), tokens(3, 300), tokens(4, 7), tokens(5, 90)]
     answers = [answer for answer, _ in chat.ask(*prompts)]
     turn = [*prompts[1], *answers[1], *tokens(6, 30)]
     again, cached = chat.ask(turn)[0]
     assert cached >= len(prompts[1]) - 8
     for prompt, answer in zip((*prompts, turn), (*answers, again), strict=True):
-        expected = generate(alone, prompt, ANSWER)
+        expected = generate(unbatched, prompt, ANSWER)
         differing = [at for at in range(ANSWER) if answer[at] != expected[at]]
         if differing:
             at = differing[0]

@@ -23,7 +23,7 @@ ONE: Piece = (0, 300, 1, True)
 
 
 @pytest.mark.parametrize(
-    ("given", "alone", "calls"),
+    ("given", "single_rows", "calls"),
     [
         # Cut where a KV block of 256 ends, unless that is near; decode rows go apart.
         ([(2, 0, 262, True)], 4, [[(2, 0, 256, False)], [(2, 256, 6, True)]]),
@@ -48,11 +48,13 @@ ONE: Piece = (0, 300, 1, True)
         ([ONE, (9, 0, 41, True)], 4, [[(9, 0, 41, True)], [ONE]]),
     ],
 )
-def test_a_step_is_cut_into_calls(given: list[Piece], alone: int, calls: list[list[Piece]]) -> None:
-    found = calls_of(_rows(*given), 25, alone)
+def test_a_step_is_cut_into_calls(
+    given: list[Piece], single_rows: int, calls: list[list[Piece]]
+) -> None:
+    found = calls_of(_rows(*given), 25, single_rows)
     pieces = [[(one.slot, one.start, len(one.tokens), one.wants_token) for one in c] for c in found]
     assert pieces == calls
-    assert len(calls_of(_rows(*given[:1]), NEVER, alone)) == 1
+    assert len(calls_of(_rows(*given[:1]), NEVER, single_rows)) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,15 +107,15 @@ def test_an_idle_slot_runs_along_and_nothing_changes(make: Make) -> None:
     """All slots but 3 decode: between them runs a dummy beside a prefix that is kept. Logits are
     the same to the bit, and the prefix goes on as if nothing had been there."""
     settings: dict[str, Any] = {"weight_format": "Q4_0", "slots": 8}
-    together, alone = make(**settings), make(**settings)
-    prompts = [prompt_of(alone, 30 + slot, slot) for slot in range(8)]
+    together, unbatched = make(**settings), make(**settings)
+    prompts = [prompt_of(unbatched, 30 + slot, slot) for slot in range(8)]
     expected: dict[int, list[Any]] = {}
     for slot, prompt in enumerate(prompts):
-        alone.step([row(slot, prompt, 0, wants_token=False)])
+        unbatched.step([row(slot, prompt, 0, wants_token=False)])
         expected[slot] = []
         for step, token in enumerate((7, 8)):
-            alone.step([row(slot, [token], len(prompt) + step)])
-            expected[slot].append(alone._logits(1)[0].copy())
+            unbatched.step([row(slot, [token], len(prompt) + step)])
+            expected[slot].append(unbatched._logits(1)[0].copy())
     made: list[list[tuple[int, int]]] = []
     plain = together._decode
 

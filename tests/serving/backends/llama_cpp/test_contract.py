@@ -24,7 +24,13 @@ from tests.serving.backends.backend_contract import (
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import Make, generate, greedy_alone, near_tie, prompt_of
+from tests.serving.backends.backend_steps import (
+    Make,
+    generate,
+    greedy_unbatched,
+    near_tie,
+    prompt_of,
+)
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
 
@@ -43,10 +49,10 @@ POOL = {"kv_tokens": 5 * 256 - 1}  # less than a part for each of the five slots
     ],
 )
 def test_contract_under_options(make: Make, weight_format: str, settings: dict[str, Any]) -> None:
-    alone = {key: value for key, value in settings.items() if key != "slots"}
+    unbatched_settings = {key: value for key, value in settings.items() if key != "slots"}
     check_contract(
         make(weight_format=weight_format, **settings),
-        greedy_alone(make(weight_format=weight_format, **alone)),
+        greedy_unbatched(make(weight_format=weight_format, **unbatched_settings)),
         seed=1,
     )
 
@@ -54,7 +60,7 @@ def test_contract_under_options(make: Make, weight_format: str, settings: dict[s
 @pytest.mark.parametrize("unified", [True, False])
 def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -> None:
     settings: dict[str, Any] = {"kv_dtype": "q8_0"} | (POOL if unified else {})
-    reference = greedy_alone(make(TINY_QWEN3, **settings))
+    reference = greedy_unbatched(make(TINY_QWEN3, **settings))
     tie = near_tie(make(TINY_QWEN3, **settings), logits=0.2)
     backend = make(TINY_QWEN3, **settings)
     assert backend.info.details["flash_attention"] == "on"
@@ -154,7 +160,9 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make, unifi
     check_seeded(make(TINY_QWEN2, **(POOL if unified else {})))
 
 
-def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[..., Path]) -> None:
+def test_a_grammar_is_kept_through_the_scheduler(
+    make: Make, gguf_file: Callable[..., Path]
+) -> None:
     """Greedy, drawn and truncated draws in one batch, one of them a JSON schema; a request without
     a grammar decodes beside them.
     """
@@ -166,7 +174,7 @@ def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[.
     grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
     kinds = {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "maximum": 99}}
     schema = {"type": "object", "properties": kinds, "required": ["kind", "age"]}
-    asked = [
+    samplings = [
         Sampling(grammar=grammar),
         Sampling(grammar=grammar, temperature=1.0, seed=4),
         Sampling(grammar=grammar, temperature=1.0, top_k=5, seed=5),
@@ -177,11 +185,11 @@ def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[.
         ),
         Sampling(temperature=1.0, seed=2),
     ]
-    for number, sampling in enumerate(asked):
+    for number, sampling in enumerate(samplings):
         submit = Submit(number, GenerationRequest([20, 21, 22 + number], 120, sampling))
         matcher = grammars.open(sampling) if sampling.is_constrained else None
         assert scheduler.add(submit, matcher) is None
-    text, finish = [""] * len(asked), [""] * len(asked)
+    text, finish = [""] * len(samplings), [""] * len(samplings)
     while scheduler.busy:
         for delta in scheduler.step():
             text[delta.id] += delta.text

@@ -75,23 +75,23 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
+def test_a_family_answers_single_batched_in_turns_and_from_a_shared_prefix(
     name: str, make: Make, tmp_path: Path
 ) -> None:
     file = write_family(name, tmp_path, sizes_of(name))
     settings = {"slots": SLOTS, "context_tokens": CONTEXT}
-    backend, alone = make(file, **settings), make(file, **settings)
-    tie = near_tie(alone, ROUTING_TIE if name in ROUTED else ROUNDING_TIE)
+    backend, unbatched = make(file, **settings), make(file, **settings)
+    tie = near_tie(unbatched, ROUTING_TIE if name in ROUTED else ROUNDING_TIE)
 
     def check(prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The answer is that of the prompt alone, in a slot without a past."""
-        expected = generate(alone, prompt, ANSWER)
+        expected = generate(unbatched, prompt, ANSWER)
         for at, (one, other) in enumerate(zip(answer, expected, strict=True)):
             if one != other:
                 prefix = [*prompt, *answer[:at]]
                 # A router may also have chosen otherwise at an earlier token, which decoding
                 # computed by itself: as alone, with one token in each step.
-                as_decoded = name in ROUTED and generate(alone, prefix, 1, chunk=1) == [one]
+                as_decoded = name in ROUTED and generate(unbatched, prefix, 1, chunk=1) == [one]
                 assert as_decoded or tie(prefix, one, other)
                 return
 
@@ -125,33 +125,33 @@ def test_a_family_answers_alone_together_in_turns_and_from_a_shared_beginning(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("context", [512, CONTEXT])
-def test_the_layers_of_the_header_are_what_llama_cpp_holds(
+def test_the_layers_of_the_header_are_what_llama_cpp_allocates(
     name: str, context: int, tmp_path: Path
 ) -> None:
     """KV cache, windows and states by the header alone, as other machines are planned with; the
     buffer of a step without a file, in ModelSpec's terms."""
     file = write_family(name, tmp_path, sizes_of(name))
     spec = read_header(file).spec(name)
-    asked = RequestedSettings(slots=2, context_tokens=context)
-    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False).values()
+    requested = RequestedSettings(slots=2, context_tokens=context)
+    (reported,) = reported_memory(str(file), spec, requested, prefix_reuse=False).values()
     log_rounding = 0.02 * 2**20  # llama.cpp says MiB with two decimals
     counted = kv_bytes(spec, 2 * context, 2, "fp16")
-    assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
-    assert held.state_bytes == 2 * spec.state_bytes_per_slot
+    assert reported.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
+    assert reported.state_bytes == 2 * spec.state_bytes_per_slot
     keeps = any(one.window and keeps_windows_only(one.window, context) for one in spec.cache_groups)
     assert keeps == (context == CONTEXT and name in ("gemma3", "gemma4", "gpt-oss"))
     if name != "mamba2":  # the formula without a file knows attention only
         buffer = BACKENDS["llama_cpp"].buffer_bytes(spec, context, 2)
-        assert buffer == pytest.approx(held.buffer_bytes, rel=0.15, abs=2**21)
+        assert buffer == pytest.approx(reported.buffer_bytes, rel=0.15, abs=2**21)
 
 
-def test_where_nobody_says_a_context_both_sides_of_the_windows_edge_are_asked_about(
+def test_without_a_context_both_sides_of_the_windows_edge_are_sized(
     tmp_path: Path,
 ) -> None:
     file = write_family("gpt-oss", tmp_path, sizes_of("gpt-oss"))
     spec = read_header(file).spec("gpt-oss")
-    held = reported_memory(str(file), spec, RequestedSettings(slots=2), prefix_reuse=False)
-    assert list(held) == [2048, 2304, 2305, 4096]
+    reported = reported_memory(str(file), spec, RequestedSettings(slots=2), prefix_reuse=False)
+    assert list(reported) == [2048, 2304, 2305, 4096]
     for context in (2100, 2304, 2305, 3000):
         counted = kv_bytes(spec, 2 * -(-context // 256) * 256, 2, "fp16")
-        assert memory_at(held, context).kv_bytes == pytest.approx(counted, rel=0.05)
+        assert memory_at(reported, context).kv_bytes == pytest.approx(counted, rel=0.05)

@@ -14,20 +14,22 @@ import pytest
 from crossover.models.errors import BrokenWeights
 from crossover.serving.errors import BackendUnavailable, KvFull, Unsupported
 from tests.serving.backends.backend_contract import check_contradictions
-from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
+from tests.serving.backends.backend_steps import Make, generate, greedy_unbatched, prompt_of, row
 
 
 def test_kv_full_leaves_the_kv_as_it_was(make: Make) -> None:
     backend = make(slots=3, context_tokens=256, kv_tokens=256)
-    alone = greedy_alone(make())
+    unbatched = greedy_unbatched(make())
     prompt = prompt_of(backend, 150, seed=5)
     first = generate(backend, prompt, 3, slot=0)
     with pytest.raises(KvFull, match="256 KV tokens"):
         backend.step([row(1, prompt_of(backend, 140, seed=6), 0)])
-    assert generate(backend, [*prompt, *first], 4, slot=0, start=152) == alone([*prompt, *first], 4)
+    assert generate(backend, [*prompt, *first], 4, slot=0, start=152) == unbatched(
+        [*prompt, *first], 4
+    )
     backend.truncate(0, 0)
     other = prompt_of(backend, 140, seed=6)
-    assert generate(backend, other, 4, slot=1) == alone(other, 4)
+    assert generate(backend, other, 4, slot=1) == unbatched(other, 4)
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
@@ -67,7 +69,7 @@ def test_bad_settings_are_refused_by_name(
         make(**settings)
 
 
-def test_broken_files_are_told_with_llama_cpps_reason(
+def test_broken_files_are_refused_with_llama_cpps_reason(
     make: Make, gguf_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     whole = gguf_file().read_bytes()
@@ -80,9 +82,11 @@ def test_broken_files_are_told_with_llama_cpps_reason(
 
 
 def test_progress_and_an_exception_in_it(make: Make) -> None:
-    said: list[tuple[str, float | None]] = []
-    make(progress=lambda what, fraction: said.append((what, fraction)))
-    fractions = [fraction for what, fraction in said if what == "weights" and fraction is not None]
+    progress: list[tuple[str, float | None]] = []
+    make(progress=lambda what, fraction: progress.append((what, fraction)))
+    fractions = [
+        fraction for what, fraction in progress if what == "weights" and fraction is not None
+    ]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
     def gone(what: str, fraction: float | None) -> None:
@@ -112,7 +116,7 @@ library().llama_cpp._lib.ggml_abort(b"/x/y/ggml-backend.cpp", 941, text)
 """
 
 
-def test_an_abort_says_its_reason_and_nothing_behind_it() -> None:
+def test_an_abort_is_reported_with_its_reason_only() -> None:
     done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True)
     assert done.returncode == -signal.SIGABRT
     assert done.stderr.strip().endswith("ggml-backend.cpp:941: " + ABORT.split('"')[1])

@@ -29,10 +29,10 @@ ON_EVERY_RUN = "gpt-oss-20b"  # windows and experts
 MIB = 1 << 20
 
 
-def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> EngineMemory:
-    asked = RequestedSettings(slots=slots, context_tokens=context)
-    (held,) = reported_memory(str(file), spec, asked, prefix_reuse=False).values()
-    return held
+def reported_of(file: Path, spec: ModelSpec, slots: int, context: int) -> EngineMemory:
+    requested = RequestedSettings(slots=slots, context_tokens=context)
+    (reported,) = reported_memory(str(file), spec, requested, prefix_reuse=False).values()
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> EngineMemo
         for name in SHAPES
     ],
 )
-def test_the_layers_of_a_published_shape_are_what_llama_cpp_holds(
+def test_the_layers_of_a_published_shape_are_what_llama_cpp_allocates(
     name: str, tmp_path: Path
 ) -> None:
     """KV cache and states are exact. Without a file the buffer is within 5 %, or, of a hybrid, an
@@ -52,18 +52,18 @@ def test_the_layers_of_a_published_shape_are_what_llama_cpp_holds(
     spec = header.spec(name)
     planned = ladder_model(name).spec if name in LISTED else spec
     for slots, context in SERVED if name in LISTED else SERVED[1:]:
-        held = held_of(file, spec, slots, context)
+        reported = reported_of(file, spec, slots, context)
         tokens = slots * context
         log_rounding = 0.03 * MIB  # llama.cpp says MiB with two decimals
         counted = kv_bytes(planned, tokens, slots, "fp16")
-        assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
+        assert reported.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
         expected = state_bytes(planned, tokens, slots, "fp16", has_checkpoints=False)
-        assert held.state_bytes == expected
+        assert reported.state_bytes == expected
         buffer = buffer_bytes(planned, context, slots)
-        whole = header.file_bytes + held.kv_bytes + held.state_bytes + held.buffer_bytes
-        assert buffer == pytest.approx(held.buffer_bytes, rel=0.05, abs=0.015 * whole)
+        whole = header.file_bytes + reported.kv_bytes + reported.state_bytes + reported.buffer_bytes
+        assert buffer == pytest.approx(reported.buffer_bytes, rel=0.05, abs=0.015 * whole)
         if name not in (*OTHER_STEPS, "qwen3.5-4b"):
-            assert buffer == pytest.approx(held.buffer_bytes, rel=0.05)
+            assert buffer == pytest.approx(reported.buffer_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -105,5 +105,5 @@ def test_the_buffer_of_a_dense_shape_follows_from_its_tensors(name: str, tmp_pat
     spec = ladder_model(name).spec
     file = write_dense(spec, tmp_path)
     for slots, context in ((1, 256), (4, 512), (16, 2048)):
-        held = held_of(file, read_header(file).spec(name), slots, context)
-        assert buffer_bytes(spec, context, slots) == pytest.approx(held.buffer_bytes, rel=0.005)
+        reported = reported_of(file, read_header(file).spec(name), slots, context)
+        assert buffer_bytes(spec, context, slots) == pytest.approx(reported.buffer_bytes, rel=0.005)

@@ -16,7 +16,7 @@ from tests.serving.backends.backend_contract import (
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
+from tests.serving.backends.backend_steps import Make, generate, greedy_unbatched, prompt_of, row
 from tests.serving.backends.hf_folders import (
     ONNX,
     generated,
@@ -60,9 +60,9 @@ def test_growing_graphs_give_the_tokens_of_transformers(make: Make, name: str) -
 
 
 @pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4", "llama3-int8"])
-def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, name: str) -> None:
-    backend, alone = make(onnx_folder(name)), make(onnx_folder(name), slots=1)
-    check_contract(backend, greedy_alone(alone))
+def test_quantized_graphs_give_the_same_tokens_single_and_batched(make: Make, name: str) -> None:
+    backend, unbatched = make(onnx_folder(name)), make(onnx_folder(name), slots=1)
+    check_contract(backend, greedy_unbatched(unbatched))
 
 
 def test_long_prompts_cross_the_rope_scaling(make: Make) -> None:
@@ -84,13 +84,13 @@ def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
     check_contradictions(make(onnx_folder("qwen3-growing")))
 
 
-def test_short_prompts_of_unlike_lengths_in_one_pass_are_as_each_alone(make: Make) -> None:
-    backend, alone = make(onnx_folder("llama-int8")), make(onnx_folder("llama-int8"), slots=1)
+def test_short_prompts_of_different_lengths_give_the_same_tokens_in_one_pass(make: Make) -> None:
+    backend, unbatched = make(onnx_folder("llama-int8")), make(onnx_folder("llama-int8"), slots=1)
     prompts = [prompt_of(backend, tokens, slot) for slot, tokens in enumerate((9, 12, 11, 10))]
     rows = [row(slot, prompt, 0) for slot, prompt in enumerate(prompts)]
     assert len(backend._graph.group_prompts(rows)) == 1
     first = [result.token for result in backend.step(rows)]
     after = [row(slot, [token], len(prompts[slot])) for slot, token in enumerate(first)]
     second = [result.token for result in backend.step(after)]
-    expected = [generate(alone, prompt, 2) for prompt in prompts]
+    expected = [generate(unbatched, prompt, 2) for prompt in prompts]
     assert [list(pair) for pair in zip(first, second, strict=True)] == expected

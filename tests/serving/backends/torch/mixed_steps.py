@@ -46,27 +46,27 @@ def play(backend: TorchBackend, lengths: Sequence[int], *, piece: int) -> list[P
     """
     prompts = [prompt_of(backend, length, 70 + slot) for slot, length in enumerate(lengths)]
     sequences = [list(prompt) for prompt in prompts]
-    held = [0] * len(prompts)
+    cached = [0] * len(prompts)
     number = 0
     while any(len(one) < len(prompt) + 2 for one, prompt in zip(sequences, prompts, strict=True)):
         rows = _mixed_rows(
-            sequences, prompts, held, number, piece, backend.info.settings.step_tokens
+            sequences, prompts, cached, number, piece, backend.info.settings.step_tokens
         )
         results = iter(backend.step(rows))
         for one in rows:
-            held[one.slot] = one.position
+            cached[one.slot] = one.position
             if one.wants_token:
                 sequences[one.slot].append(next(results).token)
         number += 1
-    _launched(backend, sequences, held)
+    _launched(backend, sequences, cached)
     played = [Played(one, len(prompt)) for one, prompt in zip(sequences, prompts, strict=True)]
-    return [*played, *_copied(backend, sequences, held)]
+    return [*played, *_copied(backend, sequences, cached)]
 
 
 def _mixed_rows(
     sequences: list[list[int]],
     prompts: list[list[int]],
-    held: list[int],
+    cached: list[int],
     number: int,
     piece: int,
     step_tokens: int,
@@ -74,29 +74,29 @@ def _mixed_rows(
     """Rows of step `number`: a new prompt joins in every step; rows that decode come first."""
     joined = range(min(number + 1, len(sequences)))
     decoding = [slot for slot in joined if len(sequences[slot]) > len(prompts[slot])]
-    rows = [row(slot, sequences[slot][held[slot] :], held[slot]) for slot in decoding]
+    rows = [row(slot, sequences[slot][cached[slot] :], cached[slot]) for slot in decoding]
     room = step_tokens - len(rows)
     for slot in joined:
-        count = min(piece, room, len(prompts[slot]) - held[slot])
+        count = min(piece, room, len(prompts[slot]) - cached[slot])
         if slot not in decoding and count > 0:
-            part = prompts[slot][held[slot] : held[slot] + count]
-            is_last = held[slot] + count == len(prompts[slot])
-            rows.append(row(slot, part, held[slot], wants_token=is_last))
+            part = prompts[slot][cached[slot] : cached[slot] + count]
+            is_last = cached[slot] + count == len(prompts[slot])
+            rows.append(row(slot, part, cached[slot], wants_token=is_last))
             room -= count
     return sorted(rows, key=lambda one: one.slot)
 
 
-def _launched(backend: TorchBackend, sequences: list[list[int]], held: list[int]) -> None:
+def _launched(backend: TorchBackend, sequences: list[list[int]], cached: list[int]) -> None:
     """Steps of all rows, each launched before the tokens of the one before are read."""
     before: Any = None
     for _ in range(LAUNCHED_STEPS):
         rows = [
-            row(slot, [PLACEHOLDER] if before is not None else one[-1:], held[slot])
+            row(slot, [PLACEHOLDER] if before is not None else one[-1:], cached[slot])
             for slot, one in enumerate(sequences)
         ]
         launched = backend.launch(rows, before)
         assert launched is not None, "a greedy step is launched"
-        held[:] = [count + 1 for count in held]
+        cached[:] = [count + 1 for count in cached]
         if before is not None:
             _take(before, sequences)
         before = launched
@@ -109,15 +109,15 @@ def _take(launched: Any, sequences: list[list[int]]) -> None:
         one.append(drawn.token)
 
 
-def _copied(backend: TorchBackend, sequences: list[list[int]], held: list[int]) -> list[Played]:
+def _copied(backend: TorchBackend, sequences: list[list[int]], cached: list[int]) -> list[Played]:
     """The longest sequence's prefix goes to another slot; both go on, each with its own tokens."""
-    source = max(range(len(sequences)), key=lambda slot: held[slot])
-    target = min(range(len(sequences)), key=lambda slot: held[slot])
-    count = held[source] // 2
+    source = max(range(len(sequences)), key=lambda slot: cached[slot])
+    target = min(range(len(sequences)), key=lambda slot: cached[slot])
+    count = cached[source] // 2
     backend.copy(source, target, count)
     copied = [*sequences[source][:count], *prompt_of(backend, 5, 99)]
     both = {source: list(sequences[source]), target: list(copied)}
-    reached = {source: held[source], target: count}
+    reached = {source: cached[source], target: count}
     for _ in range(COPIED_STEPS):
         rows = [row(slot, both[slot][reached[slot] :], reached[slot]) for slot in sorted(both)]
         for one, result in zip(rows, backend.step(rows), strict=True):
@@ -142,7 +142,7 @@ def check_tokens(folder: Path, played: Sequence[Played], device: str = "cpu") ->
     theirs = torch.cat([_gaps(*pair) for pair in zip(exact, own, strict=True)])
     agreement = [float((gaps == 0).float().mean()) for gaps in (mine, theirs)]
     spread = float(torch.cat(exact).std())
-    said = (
+    summary = (
         f"{len(mine)} tokens; share that is of transformers' float32: {agreement[0]:.3f}, of its "
         f"own bf16 {agreement[1]:.3f}; worst gap {float(mine.max()):.4f}, of its own bf16 "
         f"{float(theirs.max()):.4f}; standard deviation of the logits {spread:.3f}"
@@ -150,9 +150,9 @@ def check_tokens(folder: Path, played: Sequence[Played], device: str = "cpu") ->
     share = max(agreement[1], 0.5)  # a wrong judge must not widen the bound
     standard_error = math.sqrt(2 * share * (1 - share) / len(mine))
     allowed = max(MAX_LOST_AGREEMENT, STANDARD_ERRORS * standard_error)
-    assert agreement[0] >= agreement[1] - allowed, said
+    assert agreement[0] >= agreement[1] - allowed, summary
     worst = MAX_GAP_RATIO * float(theirs.max()) + MAX_GAP_SHARE * spread
-    assert float(mine.max()) <= worst, said
+    assert float(mine.max()) <= worst, summary
 
 
 def _gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.serving.backends.backend_contract import (
 from tests.serving.backends.backend_steps import (
     Make,
     generate,
-    greedy_alone,
+    greedy_unbatched,
     near_tie,
     prompt_of,
 )
@@ -31,11 +31,11 @@ def test_float32_gives_the_tokens_of_transformers(make: Make, shape: str) -> Non
     check_contract(backend, generated(hf_folder(shape)))
 
 
-def test_bfloat16_gives_the_same_tokens_alone_and_batched_up_to_ties(make: Make) -> None:
+def test_bfloat16_gives_the_same_tokens_single_and_batched_up_to_ties(make: Make) -> None:
     folder = hf_folder("tiny-qwen2", "bf16")
-    backend, alone, judge = make(folder), make(folder, slots=1), make(folder, slots=1)
+    backend, unbatched, judge = make(folder), make(folder, slots=1), make(folder, slots=1)
     assert backend.info.weight_format == "bf16"
-    check_contract(backend, greedy_alone(alone), tie=near_tie(judge, 0.3))
+    check_contract(backend, greedy_unbatched(unbatched), tie=near_tie(judge, 0.3))
     prompt = prompt_of(backend, 30, 2)
     close = near_tie(judge, 0.3)
     expected = generated(folder)(prompt, 1)[0]  # of the same rounded weights, computed in float32
@@ -75,7 +75,7 @@ def test_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None
     )
 
 
-def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:
+def test_a_gpu_that_does_not_exist_is_refused(make: Make) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(BackendUnavailable, match="finds no GPU"):

@@ -48,7 +48,7 @@ def test_the_device_draws_what_the_host_draws(
     assert tokens[fine].tolist() == [one.token for one in host]
 
 
-def test_the_device_says_when_it_cannot_draw() -> None:
+def test_the_device_reports_when_it_cannot_sample() -> None:
     flat = torch.zeros(2, 9000)  # half of the mass is more than the candidates that are looked at
     flat[1, 0] = float("nan")
     rows = [row(0, [1], 3, sampling=Sampling(temperature=1.0, top_p=0.9, seed=1)), row(1, [1], 3)]

@@ -56,7 +56,7 @@ def test_plain_attention_gives_the_same_tokens_without_graphs(
     make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = "crossover.serving.backends.torch.backend.why_no_flash"
-    monkeypatch.setattr(where, lambda *asked: "too old")
+    monkeypatch.setattr(where, lambda *_: "too old")
     backend = on_gpu(make, "tiny-llama3")
     assert backend.info.details["attention"] == "sdpa: too old" and not cuda.graphs
     check_contract(backend, generated(hf_folder("tiny-llama3")))
@@ -98,19 +98,19 @@ def test_steps_with_prompts_are_captured_and_right(make: Make, cuda: FakeCuda) -
     launched = on_gpu(make, "tiny-llama3", slots=9, context_tokens=128)
     launched._graphs = None
     random = np.random.default_rng(5)
-    held = [0] * 9
+    cached = [0] * 9
     before = sum(graph.replays for graph in cuda.graphs)
     for _ in range(40):
         rows = []
         for slot in random.permutation(9)[: random.integers(1, 10)]:
-            is_piece = held[slot] == 0 or random.random() < 0.3
+            is_piece = cached[slot] == 0 or random.random() < 0.3
             count = int(random.integers(2, 40)) if is_piece else 1
-            if held[slot] + count > 128:
-                held[slot] = 0
+            if cached[slot] + count > 128:
+                cached[slot] = 0
             wants = bool(random.random() < 0.8)
             piece = random.integers(3, 200, count).tolist()
-            rows.append(row(int(slot), piece, held[slot], wants_token=wants))
-            held[slot] += count
+            rows.append(row(int(slot), piece, cached[slot], wants_token=wants))
+            cached[slot] += count
         rows.sort(key=lambda one: one.slot)
         tokens = [one.token for one in captured.step(rows)]
         assert tokens == [one.token for one in launched.step(rows)]

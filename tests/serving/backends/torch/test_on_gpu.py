@@ -26,7 +26,7 @@ from tests.serving.backends.backend_contract import (
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import Make, greedy_alone, near_tie
+from tests.serving.backends.backend_steps import Make, greedy_unbatched, near_tie
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.serving.backends.torch.mixed_steps import Played, check_tokens, play
 from tests.shapes import TINY, TINY_LLAMA
@@ -100,10 +100,10 @@ def test_models_of_the_ladder_give_the_tokens_of_transformers(make: Make, model:
 
 
 @pytest.mark.gpu  # on the stand-in test_gpu_path.py does it with float32
-def test_bf16_gives_the_same_tokens_alone_and_in_any_batch_up_to_ties(make: Make) -> None:
+def test_bf16_gives_the_same_tokens_single_and_in_any_batch_up_to_ties(make: Make) -> None:
     folder = hf_folder("tiny-qwen2", "bf16")
-    backend, alone, judge = fast(make, folder), fast(make, folder), fast(make, folder)
-    reference, close = greedy_alone(alone), near_tie(judge, 0.3)
+    backend, unbatched, judge = fast(make, folder), fast(make, folder), fast(make, folder)
+    reference, close = greedy_unbatched(unbatched), near_tie(judge, 0.3)
     check_contract(backend, reference, tie=close)
     check_scheduled(backend, reference, tie=close)
 
@@ -114,7 +114,7 @@ def test_float32_gives_the_tokens_of_transformers_by_the_plain_path(
 ) -> None:
     if gpu == "cpu":  # the stand-in's flash kernel takes any type
         where = "crossover.serving.backends.torch.backend.why_no_flash"
-        monkeypatch.setattr(where, lambda *asked: "float32 has no flash kernel")
+        monkeypatch.setattr(where, lambda *_: "float32 has no flash kernel")
     backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
     assert backend.info.details["attention"].startswith("sdpa: ")
     judge = make(hf_folder(shape), device="gpu", weight_format="fp32", slots=1)
