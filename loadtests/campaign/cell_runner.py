@@ -35,6 +35,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
+    measured_template_tokens,
 )
 from crossover.loadtests.capacity.sharper_slo import advice
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
@@ -208,6 +209,7 @@ class CellRun:
                 msgspec.structs.replace(calibration.step_times, request_seconds=outside_seconds),
                 policy,
                 prefix_share=measured_reuse(workload, single_streams),
+                template_tokens=measured_template_tokens(workload, single_streams),
                 reuse=self._history_reuse(single_streams) if workload.has_sessions else None,
                 reasoning_share=measured_reasoning_share(single_streams),
             )

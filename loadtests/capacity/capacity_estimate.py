@@ -5,14 +5,11 @@
 
 With a step-time model, the capacity is simulated (*estimated*). All step times are multiplied by
 one factor: how much longer the steps of the levels near the capacity took than the model says. The
-calibration counts as up to half a level in it, since its errors are independent of theirs. The 90 %
-interval is
-
-    capacity x exp(+-1.645 x sd x steepness)
-
-where `sd` is the standard deviation of the logarithm of the factor, measured for so many levels
-(crossover.serving.capacity.simulated_capacity.sd_of), and `steepness` is d ln capacity / d ln step
-time. Rates that levels exclude are cut off the interval.
+calibration counts as up to half a level in it, since its errors are independent of theirs. The SLO
+attainment of the levels moves the factor further (attainment_evidence.py). The 90 % interval has
+the capacities at factor x exp(+-1.645 sd), where `sd` is the standard deviation of the logarithm of
+the factor, measured for so many levels (serving/capacity/simulated_capacity.py, `sd_of`). Rates
+that levels exclude are cut off the interval.
 
 Without a step-time model, the capacity lies between the highest rate that met the SLO and the
 lowest that missed it. In both cases a rate is *confirmed* only if levels at that rate ran
@@ -23,11 +20,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
 from crossover.loadtests.levels.level_columns import Judged, Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
@@ -110,22 +108,7 @@ def estimate(
     loaded = _loaded(judged_levels)
     found = Capacity(state="not_confirmed")
     if server is not None and demand is not None and server.step_times.fits:
-        step_times, settings = server.step_times, server.settings
-        level_factors: list[tuple[float, float]] = []
-        speed_factors: list[float] = []
-        for one in loaded:
-            if factor := _factor(step_times, one.level, settings):
-                level_factors.append((one.rate, factor))
-            speed_factors += _speeds(step_times, one.level, settings)
-        # Whatever the step-time model says, the capacity is not far above a rate whose SLO
-        # attainment is below the target.
-        missed_rates = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
-        found = _by_step_times(
-            lambda factor: server.slower(factor).capacity(demand, slo),
-            level_factors,
-            speed_factors,
-            min(missed_rates, default=math.inf),
-        )
+        found = _by_step_times(server, demand, slo, loaded)
     found = _bounded_above(found, _lowest_missed(loaded))
     found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
@@ -264,22 +247,28 @@ def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: in
 
 
 def _by_step_times(
-    simulate: Callable[[float], SimulatedCapacity],
-    level_factors: Sequence[tuple[float, float]],
-    speed_factors: Sequence[float],
-    lowest_missed_rate: float,
+    server: ServerModel, demand: Demand, slo: Slo, loaded: Sequence[JudgedLevel]
 ) -> Capacity:
     """Return the simulated capacity and its interval, with all step times scaled by one factor,
-    which the levels near that capacity give.
+    which the levels near that capacity give."""
+    step_times, settings = server.step_times, server.settings
+    level_factors: list[tuple[float, float]] = []
+    speed_factors: list[float] = []
+    for one in loaded:
+        if measured := _factor(step_times, one.level, settings):
+            level_factors.append((one.rate, measured))
+        speed_factors += _speeds(step_times, one.level, settings)
 
-    `simulate`: returns the capacity for a factor. `level_factors`: (rate, factor) of each level.
-    `speed_factors`: factors within levels in which the machine's speed changed.
-    `lowest_missed_rate`: the lowest rate that missed the target; inf: none did.
-    """
+    def simulate(factor: float) -> SimulatedCapacity:
+        return server.slower(factor).capacity(demand, slo)
+
     factor = LOADED
     levels_worth = 0.0  # the number of levels that `factor` is worth
     near_factors: list[float] = []
-    lowest_capacity = lowest_missed_rate
+    # Whatever the step-time model says, the capacity is not far above a rate whose SLO attainment
+    # is below the target.
+    missed_rates = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
+    lowest_capacity = min(missed_rates, default=math.inf)
     simulated = simulate(factor)
     for _ in range(3):  # another factor moves the capacity, and so the levels that are near it
         lowest_capacity = min(lowest_capacity, simulated.rate)
@@ -290,6 +279,19 @@ def _by_step_times(
         near_factors = now_near
         factor, levels_worth = common_factor(near_factors)
         simulated = simulate(factor)
+    # If the machine's speed changed, the interval covers both speeds.
+    factors = [factor, *near_factors, *speed_factors]
+    if levels_worth == len(near_factors):  # the calibration was at another speed
+        factors.append(LOADED)
+    speed_change = max(factors) / min(factors) - 1
+    if speed_change <= MOVED:
+        factors = [factor]
+    slowest, quickest = max(factors) / factor, min(factors) / factor
+    sd = sd_of(levels_worth)
+    if loaded:
+        levels = [one.level for one in loaded]
+        factor, sd = speed_by_attainment(server, slo, levels, factor, sd)
+        simulated = simulate(factor)
     if simulated.rate <= 0:
         return Capacity(
             state="not_confirmed",
@@ -297,23 +299,14 @@ def _by_step_times(
             reason=f"by the step-time model, SLO attainment unloaded is only "
             f"{share(simulated.unloaded_attainment, 2)}",
         )
-    # If the machine's speed changed, the interval covers both speeds: the capacity changes by the
-    # ratio of the step times to the power of the steepness.
-    factors = [factor, *near_factors, *speed_factors]
-    if levels_worth == len(near_factors):  # the calibration was at another speed
-        factors.append(LOADED)
-    speed_change = max(factors) / min(factors) - 1
-    if speed_change <= MOVED:
-        factors = [factor]
-    steepness = simulated.steepness
-    half_width = math.exp(Z_90 * sd_of(levels_worth) * steepness)  # as a factor
+    half_width = math.exp(Z_90 * sd)  # of the factor
     return Capacity(
         state="not_confirmed",
         estimated_rate=simulated.rate,
-        low=simulated.rate * (factor / max(factors)) ** steepness / half_width,
-        high=simulated.rate * (factor / min(factors)) ** steepness * half_width,
+        low=simulate(factor * slowest * half_width).rate,
+        high=simulate(factor * quickest / half_width).rate,
         method="step_times",
-        steepness=steepness,
+        steepness=simulated.steepness,
         factor=factor if near_factors else None,
         users=simulated.users,
         speed_moved=speed_change if speed_change > MOVED else None,

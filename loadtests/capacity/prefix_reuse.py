@@ -16,6 +16,10 @@ from crossover.serving.workload.request_lengths import Workload, draw
 # If less of the histories was found in the cache, it is only a beginning that all conversations
 # share, and the server does not reuse histories.
 MIN_REUSED_SHARE = 0.1
+# Fewer requests do not tell the tokens that all prompts begin with; of more, this quantile of what
+# was found in the cache is taken.
+MIN_TEMPLATE_REQUESTS = 4
+TEMPLATE_QUANTILE = 0.25
 # The reasoning share that an answer without answer tokens counts with; an answer that ends with
 # reasoning would have a share just below 1.
 ONLY_REASONING_SHARE = 10.0
@@ -40,6 +44,23 @@ def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
     if not prefix_tokens or not prompt_tokens:
         return 0.0
     return min(1.0, cached_tokens / prompt_tokens / shared_share)
+
+
+def measured_template_tokens(workload: Workload, levels: Sequence[Level]) -> int:
+    """Return how many tokens at the start of every prompt the server found in its cache, beyond the
+    workload's own shared prefixes: the chat template's, such as its default system prompt.
+
+    0 if the server does not report what it found, and for conversations (PrefixReuse).
+    """
+    if workload.has_sessions:
+        return 0
+    # The first request of a level finds what was sent before it, not what it shares with the next.
+    cached = np.concatenate([np.zeros(0), *(level.cached_tokens[1:] for level in levels)])
+    cached = cached[~np.isnan(cached)]
+    if len(cached) < MIN_TEMPLATE_REQUESTS:
+        return 0
+    # Prompts that are repeated word for word are found whole, so not the median.
+    return max(0, int(np.quantile(cached, TEMPLATE_QUANTILE)) - workload.prefix_tokens)
 
 
 def measured_history_reuse(levels: Sequence[Level], kind: Reuse = "any prefix") -> PrefixReuse:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.levels.level_columns import Level
 from crossover.models.shape.model_spec import Routing
-from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.batching_simulator import Simulated, simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
@@ -249,25 +249,10 @@ def _factor_by_tpot(
     if not has_tpot.any():
         return None
     measured_tpot = float(np.median(level.tpot[has_tpot]))
-    prompt = np.where(
-        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
-    )
-    output = np.where(
-        np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
-    )
-    is_known = ~np.isnan(prompt) & ~np.isnan(output)
     low, high = map(math.log, TPOT_FACTORS)
     for _ in range(10):
         middle = (low + high) / 2
-        simulated = simulate(
-            step_times.slower(math.exp(middle)),
-            settings,
-            level.due[is_known],
-            prompt[is_known],
-            output[is_known],
-            level.cached_tokens[is_known],
-        )
-        tpot = simulated.tpot[has_tpot[is_known]]
+        tpot = replay(step_times.slower(math.exp(middle)), settings, level).tpot[has_tpot]
         if np.isnan(tpot).all():
             return None
         if float(np.nanmedian(tpot)) < measured_tpot:
@@ -275,6 +260,46 @@ def _factor_by_tpot(
         else:
             high = middle
     return math.exp((low + high) / 2)
+
+
+def replay(
+    step_times: StepTimeModel,
+    settings: SchedulerSettings,
+    level: Level,
+    reasoning_share: float = 0.0,
+) -> Simulated:
+    """Simulate a level with its own arrivals and lengths, and with the cached tokens that the
+    server reported. Times of requests whose lengths are not known are nan.
+
+    `reasoning_share`: see ServerModel.
+    """
+    prompt = np.where(
+        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+    )
+    output = np.where(
+        np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
+    )
+    known = np.flatnonzero(~np.isnan(prompt) & ~np.isnan(output))
+    known = known[np.argsort(level.due[known], kind="stable")]
+    simulated = simulate(
+        step_times,
+        settings,
+        level.due[known],
+        prompt[known],
+        output[known],
+        np.nan_to_num(level.cached_tokens[known]),
+    )
+    columns = np.full((4, len(level.due)), np.nan)
+    columns[:, known] = simulated.ttft, simulated.tpot, simulated.e2e, simulated.cached
+    ttft, tpot, e2e, cached = columns
+    return Simulated(
+        due=level.due,
+        ttft=ttft,
+        tpot=tpot,
+        e2e=e2e,
+        cached=cached,
+        reasoning_share=reasoning_share,
+    )
 
 
 def merged_steps(steps: Sequence[StepObservation]) -> list[StepObservation]:

@@ -68,6 +68,7 @@ QUICK_REQUESTS = 2_000  # for sliders
 WARM_UP, COOL_DOWN = 0.05, 0.03  # shares of the duration whose requests are not counted
 PRECISION = 0.02  # the search stops when the bounds of ln(rate) differ by less
 SLOWER = 1.1  # factor of all step times in the second search, which gives the steepness
+MAX_STEEPNESS = 30.0  # of a capacity that a few percent of step time bring to 0
 OVERLOAD = 1.1  # a server that meets the SLO at this multiple of its saturated rate always does
 # When this share of the requests has ended, a simulation stops if the target is out of reach. Each
 # look takes 1 % of a simulation's time, and late ones save little.
@@ -154,6 +155,7 @@ def lengths_of(
     seed: int,
     prefix_share: float = 0.0,
     *,
+    template_tokens: int = 0,
     reuse: PrefixReuse | None = None,
     reasoning_share: float = 0.0,
 ) -> Lengths:
@@ -169,7 +171,8 @@ def lengths_of(
     prompt = np.array([request.prompt_tokens for request in requests], dtype=np.int64)
     output = np.array([request.output_tokens for request in requests], dtype=np.int64)
     prefix_tokens = np.array([request.prefix_tokens for request in requests])
-    cached = np.minimum(prompt - 1, (prefix_share * prefix_tokens).astype(np.int64))
+    found = template_tokens + (prefix_share * prefix_tokens).astype(np.int64)
+    cached = np.minimum(np.maximum(prompt - COMPUTED_TAIL, 0), found)
     return Lengths(prompt=prompt, output=output, cached=cached, reasoning_share=reasoning_share)
 
 
@@ -238,6 +241,9 @@ class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     step_times: StepTimeModel
     settings: SchedulerSettings
     prefix_share: float = 0.0  # share of shared prefixes that it finds in its cache
+    # Tokens with which every prompt begins whatever its text is, such as a chat template's system
+    # prompt, and which it finds in its cache. Conversations have PrefixReuse.shared_tokens instead.
+    template_tokens: int = 0
     # How much it reuses of the histories of conversations; None: everything that its slots hold.
     reuse: PrefixReuse | None = None
     reasoning_share: float = 0.0  # share of an answer's duration before its first answer token
@@ -258,6 +264,7 @@ class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             n,
             seed,
             self.prefix_share,
+            template_tokens=self.template_tokens,
             reuse=self.reuse,
             reasoning_share=self.reasoning_share,
         )
@@ -313,18 +320,23 @@ class Server:
         if unloaded_share < slo.target:
             return SimulatedCapacity(rate=0.0, steepness=1.0, unloaded_attainment=unloaded_share)
         rate = self.crossing(slo)
-        steepness = 1.0
-        if rate > 0:
-            # A server that is slower by a factor, at rates lower by that factor, behaves like this
-            # one with all limits tighter by the factor. So its capacity follows from the same
-            # simulations.
-            slower_rate = self.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
-            if slower_rate > 0:
-                steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
+        steepness = self._steepness(slo, rate) if rate > 0 else 1.0
         users = self.users(rate) if rate > 0 else None
         return SimulatedCapacity(
             rate=rate, steepness=steepness, unloaded_attainment=unloaded_share, users=users
         )
+
+    def _steepness(self, slo: Slo, rate: float) -> float:
+        """Return -d ln(rate) / d ln(step time) of the capacity `rate`, at least 1.
+
+        A server that is slower by a factor, at rates lower by that factor, behaves like this one
+        with all limits tighter by the factor. So its capacity follows from the same simulations.
+        """
+        for slower in (SLOWER, SLOWER**0.5, SLOWER**0.25):
+            slower_rate = self.crossing(slo.tighter(slower), below=rate) / slower
+            if slower_rate > 0:
+                return max(1.0, math.log(rate / slower_rate) / math.log(slower))
+        return MAX_STEEPNESS  # a little slower, and single requests miss the SLO
 
     def changed(
         self,
