@@ -115,12 +115,73 @@ def test_the_wheel_holds_one_package_with_its_data_and_no_weights(wheel: Path) -
     assert "crossover/py.typed" in names
 
 
-def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree(wheel: Path, tmp_path: Path) -> None:
-    """The tree has links where the sdist and the wheel have folders."""
-    with tarfile.open(build(ROOT, "sdist", tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (unpacked,) = tmp_path.glob("llm_crossover-*")
-    assert build(unpacked, "wheel", tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the unpacked sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build(ROOT, "sdist", folder / "built")) as archive:
+        archive.extractall(folder, filter="data")
+    (root,) = folder.glob("llm_crossover-*")
+    return root
+
+
+def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree(
+    wheel: Path, unpacked: Path, tmp_path: Path
+) -> None:
+    assert build(unpacked, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def test_the_sdist_is_the_repository_and_make_adds_its_links(unpacked: Path) -> None:
+    files = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    links = {f"crossover/{package}" for package in PACKAGES}
+    tracked = set(listing.stdout.split()) or files | links  # an unpacked sdist has no listing
+    assert files - {"PKG-INFO"} == tracked - links - {"PKG-INFO"}
+    subprocess.run(["make", "links"], cwd=unpacked, check=True, capture_output=True)
+    # Tests there test that tree, and find the files that they read.
+    tests = (
+        "tests/test_house.py::test_every_contract_is_kept",
+        "tests/test_docs.py::test_every_file_that_is_linked_is_in_the_repository",
+        "tests/test_docs.py::test_files_named_in_the_docs_exist",
+        "tests/test_docs.py::test_symbols_named_in_the_docs_exist",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=unpacked,
+        env={**os.environ, "PYTHONPATH": str(unpacked), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("links", ["are text files", "are missing"])
+def test_without_links_one_sentence_names_the_command_that_makes_them(
+    links: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "a tree" / "crossover"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py", "cli.py"):
+        (package / name).write_text((ROOT / "crossover" / name).read_text())
+    for name in PACKAGES:
+        (package.parent / name).symlink_to(ROOT / name)  # the folders at the top of a tree
+        if links == "are text files":  # as git with core.symlinks=false and zipfile write them
+            (package / name).write_text(f"../{name}")
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "crossover", "doctor", "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(package.parent)},
+            capture_output=True,
+            text=True,
+        )
+
+    last = run().stderr.splitlines()[-1]
+    assert last.startswith("ImportError: The links in ")
+    command = last.partition("run: ")[2]
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    assert run().returncode == 0
 
 
 def test_an_installation_adds_one_package_whose_children_find_it(
