@@ -23,6 +23,7 @@ import jinja2
 import jinja2.filters
 import jinja2.sandbox
 
+from crossover.models.child_process import end_with_parent
 from crossover.models.text.template_process import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
@@ -118,6 +119,7 @@ def _strftime_now(pattern: str) -> str:
 
 def _serve(cpu_seconds: float) -> None:
     """Answer the parent's requests on the socket at standard input until it closes it."""
+    end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
