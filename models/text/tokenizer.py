@@ -257,5 +257,5 @@ def _read_json(file: Path) -> dict[str, Any]:
             return {}
         text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
         return msgspec.json.decode(text, type=dict[str, Any])
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BrokenWeights(f"{str(file)!r} is not a JSON object: {problem}") from problem
