@@ -30,7 +30,6 @@ import crossover
 from crossover.models.errors import ModelError
 
 PACKAGE_ROOT = Path(crossover.__file__).resolve().parents[1]
-PARENT_VARIABLE = "CROSSOVER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 STOP_SECONDS = 5.0  # maximum time that a child takes to clean up after SIGINT
 # Variables with one of these words in their name, or a URL with a password as their value, are
@@ -66,7 +65,6 @@ def start_python(
         if secrets or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
     variables |= python_variables() | dict(environment or {})
-    variables[PARENT_VARIABLE] = str(os.getpid())
     # In its own session, so that Ctrl-C in the terminal reaches only the parent.
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
@@ -74,10 +72,10 @@ def start_python(
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent, which started it by `start_python`, ends.
-    A child calls this first."""
+    """Make the kernel kill this process when its parent ends. A child calls this first."""
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if str(os.getppid()) != os.environ.get(PARENT_VARIABLE):  # it ended before the call
+    if os.getppid() != parent:  # it ended before the call
         raise SystemExit(1)
 
 

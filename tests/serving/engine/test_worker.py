@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossover.models.child_process import PARENT_VARIABLE
 from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.engine.ipc_messages import (
     CONFIG_VARIABLE,
@@ -53,7 +52,6 @@ class Child:
             **os.environ,
             CONFIG_VARIABLE: msgspec.json.encode(config).decode(),
             SOCKET_VARIABLE: str(theirs.fileno()),
-            PARENT_VARIABLE: str(os.getpid()),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "crossover.serving.engine.engine_loop"],
