@@ -30,7 +30,8 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test test-slow test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+PACKAGES = models serving loadtests reports
+.PHONY: links demo test test-slow test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
@@ -131,7 +132,11 @@ llama:
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# An sdist has no links, and zip files and git with core.symlinks=false have text files instead.
+links:
+	@for name in $(PACKAGES); do test -d crossover/$$name || ln -sf ../$$name crossover/; done
+
+$(STAMP): pyproject.toml constraints.txt | links
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "crossover: needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "crossover: $(PYTHON) cannot make environments. Debian, Ubuntu:  apt-get install python3-venv"; exit 1; }

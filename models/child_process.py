@@ -11,6 +11,7 @@ run untrusted data.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import pickle
@@ -29,6 +30,7 @@ import crossover
 from crossover.models.errors import ModelError
 
 PACKAGE_ROOT = Path(crossover.__file__).resolve().parents[1]
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 STOP_SECONDS = 5.0  # maximum time that a child takes to clean up after SIGINT
 # Variables with one of these words in their name, or a URL with a password as their value, are
 # secrets.
@@ -67,6 +69,14 @@ def start_python(
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
     )
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends. A child calls this first."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        raise SystemExit(1)
 
 
 class ChildResult(NamedTuple):
@@ -167,6 +177,7 @@ def _child(function: str) -> None:
     Arguments are pickled, since the parent is trusted. Messages to the parent are JSON, since the
     child is not.
     """
+    end_with_parent()
     out = os.dup(1)
     os.dup2(2, 1)  # output of libraries must not mix with the messages to the parent
 

@@ -17,10 +17,11 @@ from msgspec import Meta
 
 from crossover.serving.errors import ServingError
 
-Count = Annotated[int, Meta(ge=1)]
+MAX_NUMBER = 10**9  # of what users set: larger numbers are mistakes, and fail late
+Count = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
+Positive = Annotated[float, Meta(gt=0, le=MAX_NUMBER)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 
 

@@ -101,10 +101,10 @@ def test_files_named_in_the_docs_exist() -> None:
 def test_symbols_named_in_the_docs_exist() -> None:
     """Names with an underscore or a capital inside, in back quotes, are names in the sources."""
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    files = [ROOT / name for name in listing.stdout.split() if not name.endswith(NO_SOURCES)]
+    tracked = [ROOT / name for name in listing.stdout.split()]
     known: set[str] = set()
-    for file in files or ROOT.glob("[mslrt]*/**/*.py"):  # a release has no listing
-        if file.is_file():
+    for file in tracked or [*ROOT.glob("*"), *ROOT.glob("[a-z]*/**/*")]:  # of an unpacked sdist
+        if file.is_file() and not file.name.endswith(NO_SOURCES):
             known.update(re.findall(r"[A-Za-z_]\w*", file.read_text(errors="ignore")))
     wrong = []
     for page in NAMING:

@@ -35,10 +35,35 @@ DISTRIBUTIONS = {
         if spec.package is not None and spec.distribution is not None
     },
 }
-# Their internals, or texts that they do not promise, are relied on, so that any release may break
-# the product: uvicorn's protocol class, Locust's runners, msgspec's error sentences, typer's
-# groups, the charts' Vega-Lite, the kernels that ONNX Runtime chooses, llguidance's parser limits.
-REACHED_INTO = ("uvicorn", "locust", "msgspec", "typer", "altair", "onnxruntime", "llguidance")
+# Private parts of other packages that the product uses: file, name -> distribution. The scan below
+# finds them all. Each distribution has an upper bound, or a test that fails by name (TESTED).
+PRIVATE = {
+    ("models/weights/random_weights.py", "_lib"): "llama-cpp-python",
+    ("serving/backends/llama_cpp/library.py", "_lib"): "llama-cpp-python",
+    ("serving/http/http_protocol.py", "_unset_keepalive_if_required"): "uvicorn",
+    ("serving/backends/torch/torch_weights.py", "_is_mkldnn_bf16_supported"): "torch",
+    ("serving/backends/torch/varlen_attention.py", "_flash_attention_forward"): "torch",
+}
+TESTED = {"torch": "tests/serving/backends/torch/test_loading.py"}
+# Classes of other packages that the product derives from or changes, as the scan below finds them.
+UVICORN = "uvicorn.protocols.http.httptools_impl"
+CHANGED = {
+    ("crossover/cli.py", "typer.core.TyperGroup"): "typer",
+    ("serving/http/http_protocol.py", f"{UVICORN}.HttpToolsProtocol"): "uvicorn",
+    ("loadtests/locustfile.py", "locust.User"): "locust",
+    ("loadtests/load_generator/http_connection.py", "gevent.hub.Hub.NOT_ERROR"): "gevent",
+}
+MADE_TO_BE_DERIVED_FROM = {
+    "msgspec.Struct",
+    "rich.console.Console",
+    "prometheus_client.registry.Collector",
+}
+# Parts that no scan finds: texts and numbers that a package does not promise, such as msgspec's
+# error sentences, Jinja's sandbox, the charts' Vega-Lite, the kernels that ONNX Runtime chooses,
+# llguidance's parser limits, arguments of ray.init, and attributes of objects that uvicorn and
+# Locust pass to callbacks.
+UNPROMISED = ("ray", "msgspec", "jinja2", "altair", "onnxruntime", "llguidance")
+REACHED_INTO = sorted({*PRIVATE.values(), *CHANGED.values(), *UNPROMISED} - {*TESTED})
 
 
 def test_the_top_level_is_the_agreed_one() -> None:
@@ -115,12 +140,73 @@ def test_the_wheel_contains_one_package_with_its_data_and_no_weights(wheel: Path
     assert "crossover/py.typed" in names
 
 
-def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree(wheel: Path, tmp_path: Path) -> None:
-    """The tree has links where the sdist and the wheel have folders."""
-    with tarfile.open(build(ROOT, "sdist", tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (unpacked,) = tmp_path.glob("llm_crossover-*")
-    assert build(unpacked, "wheel", tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the unpacked sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build(ROOT, "sdist", folder / "built")) as archive:
+        archive.extractall(folder, filter="data")
+    (root,) = folder.glob("llm_crossover-*")
+    return root
+
+
+def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree(
+    wheel: Path, unpacked: Path, tmp_path: Path
+) -> None:
+    assert build(unpacked, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def test_the_sdist_is_the_repository_and_make_adds_its_links(unpacked: Path) -> None:
+    files = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    links = {f"crossover/{package}" for package in PACKAGES}
+    tracked = set(listing.stdout.split()) or files | links  # an unpacked sdist has no listing
+    assert files - {"PKG-INFO"} == tracked - links - {"PKG-INFO"}
+    subprocess.run(["make", "links"], cwd=unpacked, check=True, capture_output=True)
+    # Tests there test that tree, and find the files that they read.
+    tests = (
+        "tests/test_house.py::test_every_contract_is_kept",
+        "tests/test_docs.py::test_every_file_that_is_linked_is_in_the_repository",
+        "tests/test_docs.py::test_files_named_in_the_docs_exist",
+        "tests/test_docs.py::test_symbols_named_in_the_docs_exist",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=unpacked,
+        env={**os.environ, "PYTHONPATH": str(unpacked), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("links", ["are text files", "are missing"])
+def test_without_links_one_sentence_names_the_command_that_makes_them(
+    links: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "a tree" / "crossover"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py", "cli.py"):
+        (package / name).write_text((ROOT / "crossover" / name).read_text())
+    for name in PACKAGES:
+        (package.parent / name).symlink_to(ROOT / name)  # the folders at the top of a tree
+        if links == "are text files":  # as git with core.symlinks=false and zipfile write them
+            (package / name).write_text(f"../{name}")
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "crossover", "doctor", "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(package.parent)},
+            capture_output=True,
+            text=True,
+        )
+
+    last = run().stderr.splitlines()[-1]
+    assert last.startswith("ImportError: The links in ")
+    command = last.partition("run: ")[2]
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    assert run().returncode == 0
 
 
 def test_an_installation_adds_one_package_whose_children_find_it(
@@ -181,11 +267,8 @@ def imported_modules(source: str) -> set[str]:
 
 
 def test_every_import_is_of_a_declared_package() -> None:
-    files = [
-        *(ROOT / "crossover").glob("*.py"),
-        *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py")),
-    ]
-    modules = set[str]().union(*(imported_modules(file.read_text()) for file in files))
+    sources = [file.read_text() for file in product_files()]
+    modules = set[str]().union(*map(imported_modules, sources))
     others = modules - set(sys.stdlib_module_names) - {*PACKAGES, "crossover"}
     assert {"numpy", "gevent", "ml_dtypes", "markupsafe"} <= others
     distributions = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in others}
@@ -195,11 +278,107 @@ def test_every_import_is_of_a_declared_package() -> None:
 
 @pytest.mark.parametrize("name", REACHED_INTO)
 def test_what_is_reached_into_has_an_upper_bound_that_the_pinned_version_keeps(name: str) -> None:
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    lines = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    pins = {canonicalize_name(package): pin for package, pin in lines}
     for requirement in declared()[name]:
         operators = {bound.operator for bound in requirement.specifier}
-        assert {">=", "<"} <= operators, requirement
-        assert pins[name] in requirement.specifier, requirement
+        assert {">=", "<"} <= operators or operators == {"=="}, requirement
+        assert name not in pins or pins[name] in requirement.specifier, requirement
+
+
+NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_fields_"}  # public, in spite of their names
+
+
+def product_files() -> list[Path]:
+    return [
+        *(ROOT / "crossover").glob("*.py"),
+        *(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")),
+    ]
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Return the private names that a source uses and does not define itself."""
+    used, own = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            used.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            own.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            used.add(node.arg)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            used |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    private = {name for name in used if re.match(r"_[a-zA-Z]", str(name))}
+    return private - own - NAMED_TUPLE
+
+
+def changed_classes(tree: ast.AST) -> set[str]:
+    """Return the classes of other packages that a source derives from, and their attributes that it
+    sets, by the names under which it imports them."""
+    ours = {*sys.stdlib_module_names, "crossover"}
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    names = {name: path for name, path in names.items() if path.partition(".")[0] not in ours}
+
+    def path_of(node: ast.expr) -> str | None:
+        first, _, rest = ast.unparse(node).partition(".")
+        return names.get(first) and f"{names[first]}.{rest}".removesuffix(".")
+
+    found = set[str | None]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found |= {path_of(base) for base in node.bases}
+        elif isinstance(node, ast.Assign):
+            found |= {path_of(to) for to in node.targets if isinstance(to, ast.Attribute)}
+    return {path for path in found if path is not None}
+
+
+def test_the_scan_finds_private_parts_and_changed_classes() -> None:
+    tree = ast.parse(
+        "import a.b\nfrom c import D, _e\n"
+        "class F(D): x = a.b._g; _h = 1; y = F._h\n"
+        "D.z = getattr(D, '_i', None)\n"
+        "D.call(_j=1)\n"
+    )
+    assert private_names(tree) == {"_e", "_g", "_i", "_j"}
+    assert changed_classes(tree) == {"c.D", "c.D.z"}
+
+
+def test_every_private_part_of_another_package_is_listed() -> None:
+    found = {
+        (str(file.relative_to(ROOT)), name)
+        for file in product_files()
+        for name in private_names(ast.parse(file.read_text()))
+    }
+    assert found == {*PRIVATE}
+
+
+def test_every_class_of_another_package_that_is_changed_is_listed() -> None:
+    found = {
+        (str(file.relative_to(ROOT)), path)
+        for file in product_files()
+        for path in changed_classes(ast.parse(file.read_text()))
+        if path not in MADE_TO_BE_DERIVED_FROM
+    }
+    assert found == {*CHANGED}
+
+
+def test_private_parts_without_a_bound_are_tested_by_name() -> None:
+    for (file, name), distribution in PRIVATE.items():
+        if distribution in TESTED:
+            assert name in (ROOT / TESTED[distribution]).read_text(), file
 
 
 def test_the_classifiers_name_every_python_from_the_lowest_on() -> None:

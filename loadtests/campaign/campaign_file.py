@@ -61,6 +61,7 @@ DEMO = Path(__file__).parents[1] / "demo.toml"
 RECIPES = Path(__file__).parents[1] / "engines"  # shipped third-party engines, one a file
 # What the command of an engine may have in braces.
 PLACEHOLDERS = ("model", "port", "host", "slots", "context", "kv_tokens", "threads", "cores")
+MAX_FILE_NAME_BYTES = 120  # a run's folder has date and time in front
 AUTO = "auto"  # in place of models: the ladder models around this machine's capacity
 SINGLE_STREAM_SECONDS = 20.0
 # A GPU answers dozens of requests a second, so less time gives as much evidence.
@@ -314,7 +315,8 @@ def cell_of_target(target: Target) -> Cell:
 
 def file_name(text: str) -> str:
     """Return the text as a file name."""
-    return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
+    name = "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
+    return name.encode()[:MAX_FILE_NAME_BYTES].decode(errors="ignore")
 
 
 # Impossible combinations of keys. Each function yields the faults that it finds, in words.

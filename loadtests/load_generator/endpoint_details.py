@@ -142,11 +142,11 @@ def _of_vllm(pool: Pool) -> EndpointDetails:
 def shape_by_name(name: str) -> ModelSpec | None:
     """Return the published shape that a served name certainly stands for; None: no shape does.
 
-    A name may be a ladder model, a hub id, or a file or folder of this machine. It may end with a
-    format or tag: `smollm2:135m`, `Llama-3.2-1B-Instruct-Q4_K_M.gguf`.
+    A name may be a ladder model or a hub id. It may end with a format or tag: `smollm2:135m`,
+    `Llama-3.2-1B-Instruct-Q4_K_M.gguf`. It came from an endpoint, so it is never opened as a path.
     """
     with contextlib.suppress(ModelError, OSError):
-        if (spec := identify(name).spec) is not None:
+        if (spec := identify(name, may_be_path=False).spec) is not None:
             return spec
     base_name = _base_name(name)
     # Of two models with the same name, the last one counts.

@@ -42,6 +42,7 @@ from crossover.loadtests.records.request_record import RequestRecord
 from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.models.weights.weights_manifest import write_atomically
 
+MAX_NUMBER = 1e15  # of the floats in a run, above times, bytes and rates
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
@@ -118,6 +119,8 @@ class RunRecords:
                 for number, line in enumerate(file, 1):
                     try:
                         record = decode(cleaned(line))
+                        if kind is not RequestRecord:
+                            check_numbers(msgspec.to_builtins(record))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                         broken_lines.append(number)
                         continue
@@ -257,13 +260,27 @@ def read_run_manifest(folder: Path) -> RunManifest:
                 f"{path} has format_version {version}. This version of Crossover reads "
                 f"{FORMAT_VERSION}: use the {other} one that wrote it."
             )
+        check_numbers(raw)
         return msgspec.convert(raw, RunManifest)
     except OSError as problem:
         raise BadRunFolder(
             f"{folder} is not a run folder: {path.name} cannot be read ({problem.strerror})"
         ) from problem
-    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as problem:
+    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError) as problem:
         raise BadRunFolder(f"{path} is not a manifest: {problem}") from problem
+
+
+def check_numbers(value: Any) -> None:
+    """Raise msgspec.ValidationError for a number that no run has, and with which formulas would
+    fail. `value`: JSON as msgspec decodes it."""
+    if isinstance(value, float) and not abs(value) <= MAX_NUMBER:
+        raise msgspec.ValidationError(f"{value:g} is out of range")
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return
+    for item in value:
+        check_numbers(item)
 
 
 def check_plain(path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.gguf.layers import Shapes, cached_layers, state_bytes
-from crossover.models.shape.model_spec import Experts, ModelSpec, whole_number
+from crossover.models.shape.model_spec import Experts, ModelSpec, finite_number, whole_number
 
+_MAXIMUMS = {"block_count": 10_000, "nextn_predict_layers": 100}  # published: 126 and 3
 Metadata = Mapping[str, Any]
 
 
@@ -40,8 +41,7 @@ def spec_of_header(
         value = keys.get(key, default)
         if isinstance(value, list):
             value = max(value, default=0)  # one for each layer
-        maximum = 10_000 if key == "block_count" else 1 << 31
-        return whole_number(value, name, f"{family}.{key}", maximum, minimum)
+        return whole_number(value, name, f"{family}.{key}", _MAXIMUMS.get(key, 1 << 31), minimum)
 
     embedding = shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
@@ -52,6 +52,7 @@ def spec_of_header(
     heads = count("attention.head_count", 0, minimum=0)  # 0: no attention (Mamba, RWKV)
     key_dim = count("attention.key_length", hidden // heads if heads else 0, minimum=0)
     value_dim = count("attention.value_length", key_dim, minimum=0)
+    sizes = {key: value for key, value in keys.items() if _is_size(value)}
     is_tied = "output.weight" not in shapes
     elements = {tensor: math.prod(shape) for tensor, shape in shapes.items()}
     # Generating a token multiplies nothing with the layers that draft, nor with embeddings, which
@@ -71,7 +72,9 @@ def spec_of_header(
         vocabulary=embedding[1],
         context=count("context_length"),
         tied=is_tied,
-        rope_theta=float(keys.get("rope.freq_base", 10_000.0)),
+        rope_theta=finite_number(
+            keys.get("rope.freq_base", 10_000.0), name, f"{family}.rope.freq_base"
+        ),
         counted_parameters=sum(elements.values()),
         idle_parameters=sum(
             size for tensor, size in elements.items() if tensor.startswith(idle_tensors)
@@ -82,9 +85,15 @@ def spec_of_header(
             parameters=sum(size for tensor, size in elements.items() if is_of_experts(tensor)),
             weight_bytes=expert_bytes,
         ),
-        cached_layers=cached_layers(family, keys, shapes, layers),
-        state_bytes_per_slot=state_bytes(keys, shapes, layers),
+        cached_layers=cached_layers(family, sizes, shapes, layers),
+        state_bytes_per_slot=state_bytes(sizes, shapes, layers),
     )
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a value of the metadata is a count, or a list with one for each layer."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(size, int) and 0 <= size <= 1 << 31 for size in values)
 
 
 def is_of_experts(tensor: str) -> bool:

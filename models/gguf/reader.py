@@ -9,21 +9,35 @@ by the name of any part. If a tensor does not lie within its file, BrokenWeights
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from crossover.models.errors import BrokenWeights
 from crossover.models.gguf.header import is_of_experts, spec_of_header
-from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.shape.model_spec import ModelSpec, whole_number
 
-MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's, and are read as empty ones
+# Bounds of a header, since it comes from a stranger and is read in this process. Published files
+# have less than 100 keys, 2,000 tensors, 20 MB, and 800,000 strings of a tokenizer with its merges.
+MAX_KEYS = 10_000
+MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 256 << 20
+MAX_STRINGS = 4_000_000  # in arrays
+MAX_ARRAY = 1024  # values; longer arrays are read as empty ones, and so are all arrays of strings
+MAX_TEXT_BYTES = 4096  # the rest of a longer text is not read
+MAX_NAME_BYTES = 256  # of a key or tensor
+MAX_DIMENSIONS = 4
 MAX_PARTS = 1000
+_VERSIONS = (2, 3)
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9  # types of values, as _SCALARS has the others
+_DEFAULT_ALIGNMENT = 32
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
 
@@ -31,6 +45,8 @@ _MAGIC = b"GGUF"
 def is_gguf_file(path: Path) -> bool:
     """Return whether a file begins like a GGUF file, whatever its name is."""
     try:
+        if not path.is_file():  # opening a pipe waits for its writer, and a device may act
+            return False
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
@@ -56,12 +72,32 @@ def model_name(path: Path) -> str:
     return match["stem"] if match is not None else path.stem
 
 
+class GgufTensor(NamedTuple):
+    """One entry of the tensor table. `shape`: the length of a row comes first."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_type: GGMLQuantizationType
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        block_elements: int
+        block_bytes: int
+        block_elements, block_bytes = GGML_QUANT_SIZES[self.tensor_type]
+        return self.n_elements // block_elements * block_bytes
+
+
 class GgufHeader(NamedTuple):
-    """The metadata (without long arrays) and the tensors of a GGUF model, from all its files."""
+    """The metadata (without long arrays and texts) and the tensors of a GGUF model, from all its
+    files."""
 
     files: tuple[Path, ...]  # the parts of a split model, in order; llama.cpp loads the first
     metadata: dict[str, Any]
-    tensors: dict[str, ReaderTensor]
+    tensors: dict[str, GgufTensor]
 
     @property
     def file_bytes(self) -> int:
@@ -73,16 +109,15 @@ class GgufHeader(NamedTuple):
         with suppress(ValueError):
             kind = str(LlamaFileType(self.metadata.get("general.file_type")).name)
             return kind.removeprefix("ALL_").removeprefix("MOSTLY_")
-        largest = max(self.tensors.values(), key=lambda tensor: int(tensor.n_bytes))
+        largest = max(self.tensors.values(), key=lambda tensor: tensor.n_bytes)
         return str(largest.tensor_type.name)
 
     def spec(self, name: str) -> ModelSpec:
         """Return the model's shape, as `spec_of_header` does. Raises UnsupportedModel,
         BrokenWeights."""
-        shapes = {tensor.name: tensor.shape.tolist() for tensor in self.tensors.values()}
-        expert_bytes = sum(
-            int(tensor.n_bytes) for tensor in self.tensors.values() if is_of_experts(tensor.name)
-        )
+        tensors = self.tensors.values()
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        expert_bytes = sum(tensor.n_bytes for tensor in tensors if is_of_experts(tensor.name))
         return spec_of_header(self.metadata, shapes, name, expert_bytes)
 
 
@@ -100,7 +135,7 @@ def read_header(path: Path) -> GgufHeader:
             )
     contents = [_read(file) for file in files]
     metadata = contents[0][0]
-    parts = metadata.get("split.count", 1)
+    parts = _part_number(metadata, "split.count", 1)
     if parts > 1 and parts != len(files):
         raise BrokenWeights(
             f"{path.name} is one of {parts} files of a model by its header, but not by its name. "
@@ -108,12 +143,12 @@ def read_header(path: Path) -> GgufHeader:
         )
     if len(files) > 1:
         for index, (part_metadata, _) in enumerate(contents):
-            count, own_index = part_metadata.get("split.count"), part_metadata.get("split.no")
+            count = _part_number(part_metadata, "split.count", 1)
+            own_index = _part_number(part_metadata, "split.no", 0)
             if (count, own_index) != (parts, index):
                 raise BrokenWeights(
                     f"The name of {files[index].name} is wrong: its header says that it is part "
-                    f"{part_metadata.get('split.no', 0) + 1} of "
-                    f"{part_metadata.get('split.count', 1)}"
+                    f"{own_index + 1} of {count}"
                 )
     tensors = {tensor.name: tensor for _, part_tensors in contents for tensor in part_tensors}
     total = metadata.get("split.tensors.count", len(tensors))
@@ -122,35 +157,130 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(tuple(files), metadata, tensors)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
+def _part_number(metadata: dict[str, Any], key: str, default: int) -> int:
+    """Return a number of a split model's header. Raises UnsupportedModel."""
+    return whole_number(metadata.get(key, default), "The header", key, 65_535, 0)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     """Return the metadata and the tensors of one file. Raises BrokenWeights."""
-    # What the gguf package raises for damaged files.
-    errors = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)
     try:
-        reader = _Reader(path)
-        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
-    except errors as problem:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).read()
+    except (ValueError, struct.error) as problem:
         raise BrokenWeights(
             f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"
         ) from problem
 
 
-class _Reader(GGUFReader):  # type: ignore[misc]  # shipped without types
-    """The gguf package's reader, which takes seconds for a vocabulary of 128,000 tokens. This one
-    skips arrays that are longer than MAX_ARRAY."""
+class _Reader:
+    """Reads a header from the start of a file. Its methods raise ValueError and struct.error.
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
-        if raw_type == GGUFValueType.ARRAY:
-            # An array is a uint32 with the type of its values, a uint64 with their number, and the
-            # values. A string is a uint64 with its length, and its bytes.
-            value_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
-            if count > MAX_ARRAY:
-                offset = orig_offs + 12
-                if value_type in self.gguf_scalar_to_np:
-                    scalar = self.gguf_scalar_to_np[GGUFValueType(value_type)]
-                    offset += count * np.dtype(scalar).itemsize
-                else:
-                    for _ in range(count):
-                        offset += 8 + struct.unpack_from("<Q", self.data, offset)[0]
-                return offset - orig_offs, [], [], [GGUFValueType.ARRAY]
-        return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+    Unlike the reader of the gguf package, which makes several arrays of each value, it counts
+    before it reads and skips the tokenizer. A file of 16 MiB can have a million keys.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._position = 0
+        self._strings_left = MAX_STRINGS
+
+    def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
+        """Return the metadata and the tensors, all of which lie in the file."""
+        if self._data[: len(_MAGIC)] != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        self._position = len(_MAGIC)
+        version, tensor_count, key_count = self._unpack("<IQQ")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is not supported")
+        _check("tensors", tensor_count, MAX_TENSORS)
+        _check("keys", key_count, MAX_KEYS)
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._name()
+            if key in metadata:
+                raise ValueError(f"the key {key!r} occurs twice")
+            (kind,) = self._unpack("<I")
+            metadata[key] = self._value(kind)
+        tensors: dict[str, GgufTensor] = {}
+        end = 0  # of the data of all tensors
+        for _ in range(tensor_count):
+            tensor, offset = self._tensor()
+            if tensor.name in tensors:
+                raise ValueError(f"the tensor {tensor.name!r} occurs twice")
+            tensors[tensor.name] = tensor
+            end = max(end, offset + tensor.n_bytes)
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        alignment = whole_number(alignment, "The header", "general.alignment", 1 << 16)
+        start = -(-self._position // alignment) * alignment
+        if tensors and start + end > len(self._data):
+            raise ValueError(
+                f"its tensors end at byte {start + end}, but it has {len(self._data)} bytes"
+            )
+        return metadata, list(tensors.values())
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(layout, self._data, self._position)
+        self._skip(struct.calcsize(layout))
+        return values
+
+    def _skip(self, size: int) -> None:
+        self._position += size
+        if self._position > min(len(self._data), MAX_HEADER_BYTES):
+            raise ValueError(f"its header ends neither in the file nor in {MAX_HEADER_BYTES} bytes")
+
+    def _name(self) -> str:
+        (size,) = self._unpack("<Q")
+        _check("bytes of a name", size, MAX_NAME_BYTES)
+        start = self._position
+        self._skip(size)
+        return self._data[start : self._position].decode()
+
+    def _text(self) -> str:
+        (size,) = self._unpack("<Q")
+        start = self._position
+        self._skip(size)
+        return self._data[start : start + min(size, MAX_TEXT_BYTES)].decode(errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise ValueError(f"a value has the type {kind}, which does not exist")
+        return self._unpack(f"<{_SCALARS[kind]}")[0]
+
+    def _array(self) -> list[Any]:
+        """Return an array; [] if it is long, or has strings."""
+        kind, count = self._unpack("<IQ")
+        if kind == _STRING:
+            self._strings_left -= count
+            if self._strings_left < 0:
+                raise ValueError(f"its arrays have more than {MAX_STRINGS} strings")
+            for _ in range(count):
+                self._skip(self._unpack("<Q")[0])
+            return []
+        if kind not in _SCALARS:
+            raise ValueError(f"an array has values of the type {kind}")
+        if count > MAX_ARRAY:
+            self._skip(count * struct.calcsize(f"<{_SCALARS[kind]}"))
+            return []
+        return list(self._unpack(f"<{count}{_SCALARS[kind]}"))
+
+    def _tensor(self) -> tuple[GgufTensor, int]:
+        """Return an entry of the tensor table, and where its data begins."""
+        name = self._name()
+        (dimensions,) = self._unpack("<I")
+        _check("dimensions of a tensor", dimensions, MAX_DIMENSIONS)
+        *shape, kind, offset = self._unpack(f"<{dimensions}QIQ")
+        tensor = GgufTensor(name, tuple(shape), GGMLQuantizationType(kind))
+        block_elements, _ = GGML_QUANT_SIZES[tensor.tensor_type]
+        if tensor.n_elements % block_elements:
+            raise ValueError(f"{name!r} has no whole blocks of the type {tensor.tensor_type.name}")
+        return tensor, offset
+
+
+def _check(what: str, count: int, maximum: int) -> None:
+    if count > maximum:
+        raise ValueError(f"it has {count} {what}; the maximum is {maximum}")

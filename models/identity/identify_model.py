@@ -94,14 +94,15 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         }
 
 
-def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
+def identify(name: str, *, fetch: bool = False, may_be_path: bool = True) -> ModelIdentity:
     """Return what the name stands for. `fetch`: get the texts (config.json, tokenizer) of a model
-    that is not on this machine from the hub.
+    that is not on this machine from the hub. `may_be_path`: False for a name that came over the
+    network, which must not choose what is opened here.
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError if a file cannot be read.
     """
     with os_errors_as_model_errors(name):
-        return _identity(name, fetch)
+        return _identity(name, fetch, may_be_path)
 
 
 def short_model_id(model_id: str) -> str:
@@ -118,7 +119,7 @@ def short_model_id(model_id: str) -> str:
     return name or model_id
 
 
-def _identity(name: str, fetch: bool) -> ModelIdentity:
+def _identity(name: str, fetch: bool, may_be_path: bool) -> ModelIdentity:
     published = find_ladder_model(name)
     if published is not None:
         return ModelIdentity(
@@ -128,7 +129,7 @@ def _identity(name: str, fetch: bool) -> ModelIdentity:
             spec=published.spec,
             is_random=True,
         )
-    local = find_local(name)
+    local = find_local(name) if may_be_path else None
     if local is None:
         return _of_hub(name, fetch)
     path, short_name = local
@@ -145,7 +146,7 @@ def find_local(name: str) -> tuple[Path, str] | None:
     and the model's short name; None: there is none."""
     local = expand_home(name).absolute()
     if name and local.exists():
-        return local, _short_name(local)
+        return local, _short_name(local, is_gguf(local))
     packaged = packaged_file(name)
     return None if packaged is None else (packaged, PACKAGED)
 
@@ -165,7 +166,7 @@ def name_of(name: str) -> str:
     if match is not None and not os.path.exists(name):
         return model_name(Path(match[2])) if match[2] else match[1]
     is_path = name.endswith(".gguf") or "/" in name
-    return _short_name(Path(name).absolute()) if is_path else name
+    return _short_name(Path(name).absolute(), name.endswith(".gguf")) if is_path else name
 
 
 def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
@@ -219,10 +220,9 @@ def _models_beside(path: Path) -> list[str]:
     return []
 
 
-def _short_name(path: Path) -> str:
+def _short_name(path: Path, is_file: bool) -> str:
     """Return the file's stem or the folder's name. If a ladder model has that name, it gets "-file"
     or "-folder" at its end."""
-    is_file = is_gguf(path)
     name = model_name(path) if is_file else path.name or str(path)
     if find_ladder_model(name) is None:
         return name
@@ -272,7 +272,8 @@ def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
 
     Raises UnsupportedModel.
     """
-    if config.get("model_type") in FAMILIES:
+    family = config.get("model_type")
+    if isinstance(family, str) and family in FAMILIES:
         return spec_of(config, name)
     return foreign_spec(config, name)
 
@@ -280,8 +281,11 @@ def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
 def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
-    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        text = (folder / "tokenizer_config.json").read_bytes()
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return False
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        text = file.read_bytes()
         return bool(msgspec.json.decode(text, type=dict[str, Any]).get("chat_template"))
     return False
 

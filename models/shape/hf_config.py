@@ -15,7 +15,7 @@ import msgspec
 
 from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from crossover.models.shape.model_families import FAMILIES
-from crossover.models.shape.model_spec import ModelSpec, RopeScaling, whole_number
+from crossover.models.shape.model_spec import ModelSpec, RopeScaling, finite_number, whole_number
 
 # The files of a model folder besides its weights.
 TEXTS = [
@@ -54,7 +54,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
         return msgspec.json.decode(text, type=dict[str, Any])
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BrokenWeights(
             f"The config.json of {Path(folder).name} is not a JSON object: {problem}"
         ) from problem
@@ -102,7 +102,7 @@ def _unsupported_kind(config: dict[str, Any]) -> str:
     text = text_config if isinstance(text_config, dict) else config
     if any(isinstance(text.get(key), int) and text[key] > 1 for key in _EXPERT_COUNTS):
         return "a mixture of experts"
-    has_linear_attention = "linear_attention" in (text.get("layer_types") or ())
+    has_linear_attention = "linear_attention" in _texts(text.get("layer_types"))
     if has_linear_attention or any(key.startswith(_RECURRENT) for key in text):
         return "a model with recurrent layers"
     if is_multimodal:
@@ -117,16 +117,21 @@ def _unsupported_kind(config: dict[str, Any]) -> str:
 def _is_encoder(architectures: Any) -> bool:
     """Return whether `architectures`, names of classes of transformers, has names but none of a
     class that generates text."""
-    class_names = [str(class_name) for class_name in architectures or ()]
+    class_names = _texts(architectures)
     generating = [name for name in class_names if "CausalLM" in name or "LMHeadModel" in name]
     return bool(class_names) and not generating
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts in a list of config.json; [] if it has no list there."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     """Return the shape in a config.json of either major version. Raises UnsupportedModel."""
     family_name = config.get("model_type")
     check_dense(config, name)
-    if family_name not in FAMILIES:
+    if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise UnsupportedModel(
             f"{name} has model_type {family_name!r}, but torch supports only "
             f"{', '.join(FAMILIES)}. Use onnx, which exports other dense models, or {_GGUF}."
@@ -152,7 +157,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     context = count("max_position_embeddings")
     theta, scaling = _rope(config, name)
     is_windowed = family.is_windowed or config.get("use_sliding_window")
-    if is_windowed or "sliding_attention" in (config.get("layer_types") or ()):
+    if is_windowed or "sliding_attention" in _texts(config.get("layer_types")):
         # Up to the window's length, attention with a window is the same as without.
         context = min(context, count("sliding_window", context))
     return ModelSpec(
@@ -168,7 +173,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
         context=context,
         tied=bool(config.get("tie_word_embeddings")),
         rope_theta=theta,
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=finite_number(config.get("rms_norm_eps", 1e-6), name, "rms_norm_eps"),
         qkv_bias=family.has_qkv_bias,
         qk_norm=family.has_qk_norm,
         rope_scaling=scaling,
@@ -178,6 +183,8 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     """Return RoPE's base theta, and Llama 3's scaling or None. Raises UnsupportedModel."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModel(f"{name} has RoPE {rope!r:.80} in config.json, which is no object")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     differs_by_layer = any(isinstance(value, dict) for value in rope.values())
     is_partial = (rope.get("partial_rotary_factor") or 1.0) != 1.0
@@ -185,15 +192,21 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
         raise UnsupportedModel(f"{name} has RoPE of type {rope}; supported: default and llama3")
     theta = rope.get("rope_theta", config.get("rope_theta"))
     try:
-        base = 10_000.0 if theta is None else float(theta)
+        base = finite_number(10_000.0 if theta is None else theta, name, "rope_theta")
         if kind == "default":
             return base, None
         return base, RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context=int(float(rope["original_max_position_embeddings"])),
+            factor=finite_number(rope["factor"], name, "factor"),
+            low_freq_factor=finite_number(rope["low_freq_factor"], name, "low_freq_factor"),
+            high_freq_factor=finite_number(rope["high_freq_factor"], name, "high_freq_factor"),
+            original_context=int(
+                finite_number(
+                    rope["original_max_position_embeddings"],
+                    name,
+                    "original_max_position_embeddings",
+                )
+            ),
         )
-    except (KeyError, TypeError, ValueError) as problem:
-        text = f"{name} has an incomplete RoPE in config.json: {problem}"
+    except KeyError as problem:
+        text = f"{name} has an incomplete RoPE in config.json: {problem} is missing"
         raise UnsupportedModel(text) from problem

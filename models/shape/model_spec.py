@@ -18,6 +18,9 @@ from crossover.models.errors import UnsupportedModel
 KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}
 
 
+MAX_NUMBER = 1e12  # of a model's constants, such as the base of RoPE
+
+
 def whole_number(value: Any, name: str, key: str, maximum: int = 1 << 31, minimum: int = 1) -> int:
     """Return a size from a file, after checking that it is an integer in these bounds, so that an
     untrusted file cannot make a reader count to a billion. None: the file does not have it.
@@ -28,8 +31,19 @@ def whole_number(value: Any, name: str, key: str, maximum: int = 1 << 31, minimu
     if value is None:
         raise UnsupportedModel(f"{name} does not have {key}, which {bounds}")
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise UnsupportedModel(f"{name} has {key} = {value!r}, but it {bounds}")
+        raise UnsupportedModel(f"{name} has {key} = {value!r:.80}, but it {bounds}")
     return value
+
+
+def finite_number(value: Any, name: str, key: str) -> float:
+    """Return a number from a file, after checking that it is one, above 0 and finite. Raises
+    UnsupportedModel, which names the model and the key."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_NUMBER:
+        shown = f"{value!r:.80}"
+        bounds = f"must be a number above 0 and at most {MAX_NUMBER:g}"
+        raise UnsupportedModel(f"{name} has {key} = {shown}, but it {bounds}")
+    return float(value)
 
 
 class TensorShape(msgspec.Struct, frozen=True):

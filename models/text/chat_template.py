@@ -1,8 +1,4 @@
-"""Renders chats with the model's Jinja template, in a sandbox with a time limit.
-
-A template is a downloaded program. It runs in Jinja's immutable sandbox, set up as in transformers,
-and every iteration of a loop checks the time limit (`CPU_SECONDS`), since even a harmless template
-may take time quadratic in a request's length. The memory of a hostile template is not limited.
+"""Renders chats with the model's Jinja template, in a child process (template_process.py).
 
 Templates differ in what they accept: content as a text or as a list of parts, tool messages, calls
 and their ids, tools. Trials with a marker text find out what a template shows, so that no text of a
@@ -11,35 +7,22 @@ request is dropped silently.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
 import json
 import re
-import secrets
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import jinja2
-import jinja2.filters
-import jinja2.sandbox
-from jinja2 import nodes
-
 from crossover.models.errors import BadChat
-
-CPU_SECONDS = 2.0  # time limit of one rendering, of the thread's CPU time
+from crossover.models.text.template_process import BadTemplate, TemplateProcess
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-# `seconds`: the thread's CPU time (time.thread_time) at which its template is stopped.
-_deadline = threading.local()
 
 # text, parts: content is shown as a text, or as a list of parts. part: only a list of one part is
 # shown. dropped: messages of this role are accepted, but their content is not shown. refused: they
@@ -67,14 +50,6 @@ _CONTEXTS: dict[str, list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = 
 _RESULT = {"role": "tool", "content": "x", "name": "f", "tool_call_id": _CALL["id"]}
 _TOOL = {"name": _MARKER, "description": "x", "parameters": {"type": "object", "properties": {}}}
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-
-
-class AsWritten(str):
-    """JSON text that is rendered unchanged. `tojson` adds no quotes, and for a template that
-    iterates over its keys it has none."""
-
-    def items(self) -> tuple[()]:
-        return ()
 
 
 class CallsForm(NamedTuple):
@@ -109,7 +84,13 @@ class RendersChat:
         raise BadChat("This model has no chat template. Send the prompt to /v1/completions.")
 
     @functools.cached_property
-    def _compiled(self) -> dict[str, jinja2.Template]:
+    def templates(self) -> TemplateProcess:
+        """The process that renders."""
+        return TemplateProcess()
+
+    @functools.cached_property
+    def _refused(self) -> dict[str, str]:
+        """Why a template is not tried again, by its text."""
         return {}
 
     @functools.cached_property
@@ -124,21 +105,9 @@ class RendersChat:
     def _tools_shown(self) -> dict[str, bool]:
         return {}
 
-    def _program(self, source: str) -> jinja2.Template:
-        if source not in self._compiled:
-            try:
-                # Some templates mark training targets with {% generation %}; it has no effect here.
-                plain = re.sub(r"({%-?\s*)generation\b", r"\1if true", source)
-                plain = re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", plain)
-                self._compiled[source] = _TimedSandbox().from_string(plain)
-            except (jinja2.TemplateError, RecursionError) as problem:
-                text = f"The model's chat template cannot be compiled: {problem}"
-                raise BadChat(text) from problem
-        return self._compiled[source]
-
     def try_forms(self) -> None:
-        """Try all templates now, so that the first request does not wait for it."""
-        for source in filter(None, [self.chat_template, *self.other_templates.values()]):
+        """Try the templates of `template_for` now, so that the first request does not wait."""
+        for source in filter(None, [self.chat_template, self.other_templates.get("tool_use")]):
             for role in _CONTEXTS:
                 self.content_form(role, source)
             self.calls_form(source)
@@ -169,9 +138,8 @@ class RendersChat:
                 ]
                 rendered = self._tried(turns, source)
                 if rendered is None:
-                    if time.thread_time() > _deadline.seconds:
-                        return form  # another form would take as long
-                elif _MARKER not in rendered:
+                    continue
+                if _MARKER not in rendered:
                     form = "dropped"
                 elif rendered_form == "text":
                     return "text"
@@ -182,9 +150,15 @@ class RendersChat:
     def _tried(
         self, turns: list[dict[str, Any]], source: str, tools: list[dict[str, Any]] | None = None
     ) -> str | None:
-        """Return the rendered messages; None: the template refuses them."""
+        """Return the rendered messages; None: the template refuses them. If it is too slow for so
+        short messages, or bad in another way, it is not tried again."""
+        if source in self._refused:
+            return None
         try:
-            return self._rendered(source, turns, True, {"tools": tools})
+            return self.templates.render(source, self._variables(turns, True, {"tools": tools}))
+        except BadTemplate as problem:
+            self._refused[source] = str(problem)
+            return None
         except BadChat:
             return None
 
@@ -206,8 +180,6 @@ class RendersChat:
                 for later_turns in ([], [_RESULT]):
                     if _MARKER in (self._tried([user, turn, *later_turns], source) or ""):
                         return CallsForm(is_text, content is None)
-                    if time.thread_time() > _deadline.seconds:
-                        return None
         return None
 
     def shows_tools(self, source: str) -> bool:
@@ -226,24 +198,57 @@ class RendersChat:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render messages with role and content (a text, or a list of parts with `type` and
-        `text`) as a prompt for `parse_special=True`. Thread-safe.
+        `text`) as a prompt for `parse_special=True`, and wait for it. Thread-safe.
 
         `variables`: more variables for the template. Raises BadChat.
         """
         source = self.template_for(bool(variables.get("tools")))
-        self._program(source)
+        refusal: BadChat | None = None
+        for turns in self._attempts(messages, source):
+            all_variables = self._variables(turns, add_generation_prompt, variables)
+            try:
+                return self.templates.render(source, all_variables)
+            except BadTemplate:
+                raise
+            except BadChat as problem:
+                refusal = refusal or problem
+        assert refusal is not None
+        raise refusal
+
+    async def render_chat_soon(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Do what `render_chat` does, without blocking the event loop."""
+        source = self.template_for(bool(variables.get("tools")))
+        refusal: BadChat | None = None
+        for turns in self._attempts(messages, source):
+            all_variables = self._variables(turns, add_generation_prompt, variables)
+            try:
+                return await self.templates.render_soon(source, all_variables)
+            except BadTemplate:
+                raise
+            except BadChat as problem:
+                refusal = refusal or problem
+        assert refusal is not None
+        raise refusal
+
+    def _attempts(
+        self, messages: Sequence[Mapping[str, Any]], source: str
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield the messages in the forms that the template shows, and then with changes that some
+        templates need. Raises BadChat for a template that is not tried again."""
         turns = self._in_forms(messages, source)
-        try:
-            return self._rendered(source, turns, add_generation_prompt, variables)
-        except BadChat:
-            for change in (_with_short_ids, _with_single_calls, _with_empty_parts):
-                changed = change(turns)
-                if changed is None:
-                    continue
+        if source in self._refused:
+            raise BadChat(self._refused[source])
+        yield turns
+        for change in (_with_short_ids, _with_single_calls, _with_empty_parts):
+            changed = change(turns)
+            if changed is not None:
                 turns = changed
-                with contextlib.suppress(BadChat):
-                    return self._rendered(source, turns, add_generation_prompt, variables)
-            raise
+                yield turns
 
     def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
         """Check that the template shows the text of every message. Raises BadChat."""
@@ -286,16 +291,14 @@ class RendersChat:
             turns.append(turn)
         return turns
 
-    def _rendered(
+    def _variables(
         self,
-        source: str,
         turns: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
-    ) -> str:
-        """Render the template. Raises BadChat."""
-        _deadline.seconds = time.thread_time() + CPU_SECONDS
-        all_variables: dict[str, Any] = {
+    ) -> dict[str, Any]:
+        """Return the variables of the template."""
+        return {
             "tools": None,
             "documents": None,
             "date_string": time.strftime("%d %b %Y"),  # the default of Llama 3 is in July 2024
@@ -304,14 +307,6 @@ class RendersChat:
             "messages": list(turns),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._program(source)
-        try:
-            return template.render(all_variables)
-        # The template is untrusted code: any error in it is an error response, not a crash.
-        except Exception as problem:
-            is_sentence = isinstance(problem, jinja2.TemplateError | BadChat)
-            why = f"{problem}" if is_sentence else f"{type(problem).__name__}: {problem}"
-            raise BadChat(f"The model's chat template refuses these messages: {why}") from problem
 
 
 def _with_content_form(
@@ -422,79 +417,3 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
                 new_turn["tool_call_id"] = unanswered.pop(0)
         new_turns.append(new_turn)
     return new_turns
-
-
-class _TimedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, set up as in transformers, with a time limit."""
-
-    # Powers are refused: no template needs them, and a single one can take hours.
-    intercepted_binops = frozenset({"**"})
-
-    def __init__(self) -> None:
-        extensions = ["jinja2.ext.loopcontrols"]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.filters["tojson"] = _tojson
-        self.filters["items"] = _items
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-
-    def call_binop(self, context: object, operator: str, left: Any, right: Any) -> Any:
-        raise BadChat(f"{operator} is not allowed")
-
-    @staticmethod
-    def check_time() -> None:
-        """Raise BadChat if the rendering has taken too long. Every loop calls this."""
-        if time.thread_time() > _deadline.seconds:
-            raise BadChat(f"rendering takes more than {CPU_SECONDS:g} s")
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _TimeChecks().visit(super()._parse(source, name, filename))
-        return tree  # type: ignore[no-any-return]
-
-
-class _TimeChecks(jinja2.visitor.NodeTransformer):
-    """Inserts a check of the time limit into every loop."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
-        return node
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-) -> str:
-    """Return a value as plain JSON, as in transformers; Jinja's own filter adds HTML escapes."""
-    raw_texts: dict[str, str] = {}
-    marked = _with_marks(value, raw_texts)
-    text = json.dumps(marked, ensure_ascii=ensure_ascii, indent=indent, **options)
-    for mark, raw_text in raw_texts.items():
-        text = text.replace(f'"{mark}"', raw_text)
-    return text
-
-
-def _with_marks(value: Any, raw_texts: dict[str, str]) -> Any:
-    """Return the value with a unique mark in place of each AsWritten in it. Adds mark -> text to
-    `raw_texts`."""
-    if isinstance(value, AsWritten):
-        mark = f"as-written-{secrets.token_hex(8)}"
-        raw_texts[mark] = str(value)
-        return mark
-    if isinstance(value, list | tuple):
-        return [_with_marks(item, raw_texts) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_marks(item, raw_texts) for key, item in value.items()}
-    return value
-
-
-def _items(value: Any) -> Any:
-    """Jinja's filter `items`, for AsWritten too: the original takes only mappings."""
-    return value.items() if isinstance(value, AsWritten) else jinja2.filters.do_items(value)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)

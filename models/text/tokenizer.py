@@ -16,7 +16,6 @@ import json
 import re
 import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from tokenizers import Tokenizer as HfFile
 
 from crossover.models.child_process import run_in_child
 from crossover.models.errors import (
-    BadChat,
     BrokenWeights,
     ModelError,
     UnknownModel,
@@ -83,8 +81,6 @@ def _load_and_use(path: str, progress: object = None) -> None:
     tokenizer.token_bytes()
     tokenizer.encode(_EVERY_BYTE)
     tokenizer.encode("Once <|im_start|>", parse_special=True)
-    with suppress(BadChat):
-        tokenizer.render_chat([{"role": "user", "content": "Once"}])
 
 
 class HfTokenizer(RendersChat):
@@ -261,5 +257,5 @@ def _read_json(file: Path) -> dict[str, Any]:
             return {}
         text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
         return msgspec.json.decode(text, type=dict[str, Any])
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BrokenWeights(f"{str(file)!r} is not a JSON object: {problem}") from problem

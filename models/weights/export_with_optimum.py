@@ -41,6 +41,9 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
         value = config.get(key)
         return whole_number(config.get(older_key) if value is None else value, name, key)
 
+    def optional_size(key: str, default: int) -> int:
+        return whole_number(config.get(key) or default, name, key)
+
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(
         name=name,
@@ -48,9 +51,9 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
         layers=size("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=config.get("intermediate_size") or 4 * hidden,
+        kv_heads=optional_size("num_key_value_heads", heads),
+        head_dim=optional_size("head_dim", hidden // heads),
+        intermediate=optional_size("intermediate_size", 4 * hidden),
         vocabulary=size("vocab_size"),
         context=size("max_position_embeddings", "n_positions"),
         tied=bool(config.get("tie_word_embeddings", True)),

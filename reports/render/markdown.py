@@ -52,12 +52,18 @@ def _cut_to_size(lines: Sequence[str]) -> list[str]:
     """Return the lines up to MAX_BYTES, each without line ends in it."""
     fitting: list[str] = []
     remaining_bytes = MAX_BYTES - len(_CUT.encode()) - 1
-    for line in (_LINE_ENDS.sub(" ", line) for line in lines):
+    for line in (without_markup(_LINE_ENDS.sub(" ", line)) for line in lines):
         remaining_bytes -= len(line.encode()) + 1
         if remaining_bytes < 0:
             return [*fitting, _CUT]
         fitting.append(line)
     return fitting
+
+
+def without_markup(text: str) -> str:
+    """Return text in which names of strangers, such as that of an endpoint's model, cannot be HTML,
+    links or pictures, which some viewers of Markdown would follow."""
+    return text.replace("<", "&lt;").replace("](", "]\\(")
 
 
 def _with_grade(cell: TableCell) -> str:

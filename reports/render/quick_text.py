@@ -12,6 +12,7 @@ from crossover.loadtests.capacity import capacity_text
 from crossover.models import formatting
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.answers.quick_answer import QuickAnswer, Users
+from crossover.reports.render.markdown import without_markup
 from crossover.serving.capacity.binding_limit import sentence_of
 
 
@@ -96,4 +97,4 @@ def markdown_of(answer: QuickAnswer) -> str:
 
 def _plain(text: str) -> str:
     """Return a name or sentence without what would end a cell or a line of Markdown."""
-    return " ".join(text.split()).replace("|", "/").replace("<", "&lt;")
+    return without_markup(" ".join(text.split()).replace("|", "/"))

@@ -9,7 +9,6 @@ then one Step for each scheduler step. It ends with its parent.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -22,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from crossover.models.child_process import end_with_parent
 from crossover.models.errors import ModelError
 from crossover.models.text.answer_marks import with_marks
 from crossover.models.text.tokenizer import load_tokenizer
@@ -41,7 +41,7 @@ from crossover.serving.hardware.machine_facts import (
     peak_resident_bytes,
     resident_bytes,
 )
-from crossover.serving.sampling.grammar import Grammars, Matcher
+from crossover.serving.sampling.grammar import Grammars, Matcher, grammar_text
 
 # Python's switch interval between threads. With the default of 5 ms, a step waited up to 50 ms for
 # the grammar compiler.
@@ -50,10 +50,10 @@ SWITCH_SECONDS = 0.0002
 # beside a compiler of the same priority, 27 to 31 ms with this niceness, and 25 to 28 ms without a
 # compiler.
 COMPILER_NICE = 10
+SHORT_GRAMMAR_CHARACTERS = 8192
 COMPILER_POLL_MS = 2  # between two checks of the compiler while the engine is idle
 # The first process that the kernel kills when memory runs out has the highest score, up to 1000.
 OOM_SCORE = "800"
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 def main() -> int:
@@ -61,10 +61,7 @@ def main() -> int:
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
-    if os.getppid() != parent:  # it ended before the call
-        return 1
+    end_with_parent()
     try:  # when memory runs out, the kernel should kill the engine and not its parent
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(OOM_SCORE)
@@ -110,7 +107,11 @@ class Worker:
         self._drains = False  # and it asked to finish what is in flight
         self._stepped_at: float | None = None  # end of the last step, if another one follows
         self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher]]] = {}
-        self._compiler = ThreadPoolExecutor(1, "grammars", os.nice, (COMPILER_NICE,))
+        # Long ones may take seconds, so short ones do not wait for them.
+        self._compilers = {
+            is_long: ThreadPoolExecutor(1, "grammars", os.nice, (COMPILER_NICE,))
+            for is_long in (False, True)
+        }
 
     def send(self, message: ipc.FromEngine) -> None:
         """Send a message to the parent. Raises ParentGone."""
@@ -168,7 +169,8 @@ class Worker:
                 if scheduler.busy and (self._drains or not self._stopping):
                     self.step()
         finally:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+            for compiler in self._compilers.values():
+                compiler.shutdown(wait=False, cancel_futures=True)
         self.backend.close()
 
     def _receive(self) -> None:
@@ -186,7 +188,9 @@ class Worker:
         """Carry out one message of the parent."""
         match message:
             case ipc.Submit() if message.request.sampling.is_constrained:
-                compilation = self._compiler.submit(self._grammars.open, message.request.sampling)
+                sampling = message.request.sampling
+                compiler = self._compilers[len(grammar_text(sampling)) > SHORT_GRAMMAR_CHARACTERS]
+                compilation = compiler.submit(self._grammars.open, sampling)
                 self._compiling[message.id] = message, compilation
             case ipc.Submit():
                 self._add(message)

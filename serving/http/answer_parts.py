@@ -33,6 +33,8 @@ _GEMMA_CALL_OPEN, _GEMMA_CALL_CLOSE = "<|tool_call>", "<tool_call|>"
 _GEMMA_QUOTE = '<|"|>'
 _HARMONY_START, _HARMONY_CHANNEL, _HARMONY_MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_PARAMETER_CLOSE, _FUNCTION_CLOSE = "</parameter>", "</function>"
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 # Formats of tool calls:
@@ -172,6 +174,7 @@ class OutputParser:
     def __init__(self, output_format: OutputFormat) -> None:
         self._format = output_format
         self._buffer = ""  # text that is held back
+        self._searched = 0  # characters of it in which no mark begins
         self._plain_state: State = "list" if output_format.calls == "list" else "content"
         self._state: State = self._plain_state
         if output_format.reasoning == "open":
@@ -185,7 +188,11 @@ class OutputParser:
 
     def push(self, text: str, last: bool) -> list[Part]:
         """Return the parts that this text adds. `last`: also return what was held back."""
-        self._buffer += text
+        # Python appends in place to a local variable only, if nothing else refers to the text.
+        buffer, self._buffer = self._buffer, ""
+        buffer += text
+        self._buffer = buffer
+        del buffer
         parts: list[Part] = []
         while True:
             if self._state == "start":
@@ -195,7 +202,9 @@ class OutputParser:
             if self._is_part_empty and not self._begin_part(last):
                 return parts
             marks = self._ends.get(self._state, {})
-            ends = [(end, mark) for mark in marks if (end := self._buffer.find(mark)) >= 0]
+            start = self._searched
+            ends = [(end, mark) for mark in marks if (end := self._buffer.find(mark, start)) >= 0]
+            self._searched = 0
             if ends:
                 end, mark = min(ends)
                 before = self._buffer[:end]
@@ -208,6 +217,8 @@ class OutputParser:
             end = len(self._buffer)
             if not last:
                 if self._state in ("call", "list", "header"):
+                    longest = max(map(len, marks), default=0)
+                    self._searched = max(0, len(self._buffer) - longest)
                     return parts
                 end -= max((_overlap(self._buffer, mark) for mark in marks), default=0)
             complete = self._buffer[:end]
@@ -332,23 +343,37 @@ def _overlap(text: str, mark: str) -> int:
 def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Parse <function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>, as Qwen3-Coder and
     Qwen3.5 write it. A value is text if the schema says so or it is not JSON. Raises ValueError."""
-    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", text, re.DOTALL)
-    if match is None:
+    head = re.match(r"\s*<function=([^>\n]+)>", text)
+    body = text.rstrip()
+    if head is None or not body.endswith(_FUNCTION_CLOSE):
         raise ValueError("not a call")
-    name, body = match[1].strip(), match[2]
-    parameter_pattern = r"<parameter=([^>\n]+)>(.*?)</parameter>"
-    if re.sub(parameter_pattern, "", body, flags=re.DOTALL).strip():
-        raise ValueError("text outside of the parameters")
+    name = head[1].strip()
     properties = schemas.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    for raw_key, raw_value in re.findall(parameter_pattern, body, re.DOTALL):
-        key = raw_key.strip()
-        text_value = raw_value.removeprefix("\n").removesuffix("\n")
+    position, end = head.end(), len(body) - len(_FUNCTION_CLOSE)
+    # Forward only: a search that starts again at each tag takes time quadratic in their number.
+    while (position := _next_tag(body, position, end)) < end:
+        parameter = _PARAMETER.match(body, position, end)
+        if parameter is None:
+            raise ValueError("text outside of the parameters")
+        close = body.find(_PARAMETER_CLOSE, parameter.end(), end)
+        if close < 0:
+            raise ValueError("a parameter without an end")
+        key = parameter[1].strip()
+        text_value = body[parameter.end() : close].removeprefix("\n").removesuffix("\n")
         arguments[key] = text_value
         if properties.get(key, {}).get("type") != "string":
             with contextlib.suppress(ValueError):
                 arguments[key] = json.loads(text_value)
+        position = close + len(_PARAMETER_CLOSE)
     return {"name": name, "arguments": arguments}
+
+
+def _next_tag(text: str, position: int, end: int) -> int:
+    """Return the position of the next character that is no white space, at most `end`."""
+    while position < end and text[position].isspace():
+        position += 1
+    return position
 
 
 def _gemma_call(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from crossover.serving.http.request_words import explain
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
+MAX_VALUES = 500_000  # more than a context has tokens
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -295,6 +296,10 @@ _OPAQUE_KEYS = frozenset({"schema", "parameters", "arguments", "chat_template_kw
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Return the decoded body. Raises ApiError 400 that names the key."""
     body = body.removeprefix(codecs.BOM_UTF8)
+    # The decoder holds the GIL, 20 ms for so many values.
+    if body.count(b",") > MAX_VALUES:
+        text = f"The body has more than {MAX_VALUES} values, as commas between them show."
+        raise ApiError(400, text, "too_many_values")
     # Decoding makes no reference cycles, yet Python would start a collection for every few hundred
     # objects that it makes.
     gc.disable()

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from crossover.models.errors import BadChat
-from crossover.models.text.chat_template import AsWritten
+from crossover.models.text.template_process import AsWritten
 from crossover.serving.engine.ipc_messages import TokenDetail
 from crossover.serving.http.answer_parts import Part, format_of_output
 from crossover.serving.http.api_errors import invalid_parameter
@@ -67,10 +67,8 @@ async def chat_completions(request: Request) -> ChatResponse:
     generation = validate(body, limits, logprobs, calls.forced_calls)
     model.supervisor.requests.check_room()  # before a long prompt is tokenized
     is_constrained = generation.sampling.is_constrained
-    if request.body_bytes <= INLINE_CHARACTERS:
-        text = render_prompt(model, body, is_constrained)
-    else:
-        text = await in_text_thread(render_prompt, model, body, is_constrained)
+    is_long = request.body_bytes > INLINE_CHARACTERS
+    text = await render_prompt(model, body, is_constrained, is_long)
     ids = await model.tokens(text, "messages", limits, parse_special=True)
     prompt = Prompt(ids, token_limit(body, len(ids), limits))
     schemas = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(body)}
@@ -89,11 +87,38 @@ def template_of(model: ServedModel, body: ChatRequest) -> str:
         raise invalid_parameter("messages", str(problem)) from None
 
 
-def render_prompt(model: ServedModel, body: ChatRequest, is_constrained: bool) -> str:
+async def render_prompt(
+    model: ServedModel, body: ChatRequest, is_constrained: bool, is_long: bool
+) -> str:
     """Return the chat as text, rendered with the model's template.
 
-    `is_constrained`: a grammar constrains the answer. Raises ApiError 400.
+    `is_constrained`: a grammar constrains the answer. `is_long`: the work that this process does
+    for it must not keep the event loop from others. Raises ApiError 400.
     """
+    if is_long:
+        turns, variables = await in_text_thread(turns_of, model, body, is_constrained)
+    else:
+        turns, variables = turns_of(model, body, is_constrained)
+    add_generation_prompt = body.add_generation_prompt is not False
+    try:
+        prompt = await model.render_chat(turns, add_generation_prompt, variables, is_long)
+        model.tokenizer.check_shown(turns, bool(variables["tools"]))
+    except BadChat as problem:
+        raise invalid_parameter("messages", str(problem)) from None
+    if not body.continue_final_message:
+        return prompt
+    prompt, marker, _ = prompt.rpartition(_END_MARKER)
+    if not marker:
+        text = "The model's chat template does not show the end of the last message."
+        raise invalid_parameter("continue_final_message", text)
+    return prompt
+
+
+def turns_of(
+    model: ServedModel, body: ChatRequest, is_constrained: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages as templates take them, and the template's other variables. Raises
+    ApiError 400."""
     template = template_of(model, body)
     variables = dict(body.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
@@ -118,19 +143,7 @@ def render_prompt(model: ServedModel, body: ChatRequest, is_constrained: bool) -
     if body.tools or called_functions:
         tools = offered_tools(body)
         turns, variables["tools"] = show_tools(turns, tools, model.tokenizer, template)
-    add_generation_prompt = body.add_generation_prompt is not False
-    try:
-        prompt = model.tokenizer.render_chat(turns, add_generation_prompt, variables=variables)
-        model.tokenizer.check_shown(turns, bool(variables["tools"]))
-    except BadChat as problem:
-        raise invalid_parameter("messages", str(problem)) from None
-    if not body.continue_final_message:
-        return prompt
-    prompt, marker, _ = prompt.rpartition(_END_MARKER)
-    if not marker:
-        text = "The model's chat template does not show the end of the last message."
-        raise invalid_parameter("continue_final_message", text)
-    return prompt
+    return turns, variables
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:

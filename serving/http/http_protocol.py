@@ -1,4 +1,13 @@
-"""uvicorn's HTTP/1.1 protocol over httptools, and two kinds of requests that uvicorn cannot serve.
+"""uvicorn's HTTP/1.1 protocol over httptools, with bounds, and two kinds of requests that uvicorn
+cannot serve.
+
+What a connection may cost before a route is chosen is bounded, because uvicorn counts none of it:
+
+- The URL, headers and trailers of a request have at most MAX_HEAD_BYTES. Beyond it, the response is
+  431.
+- While requests of a connection wait for earlier ones (pipelining), nothing more is read from it.
+
+The two kinds of requests:
 
 - A request that offers to upgrade the connection. Java's HttpClient offers HTTP/2 (h2c) with each
   request, and curl does with --http2. RFC 9110, 7.8 allows a server to ignore the offer, but
@@ -16,6 +25,9 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+MAX_HEAD_BYTES = 64 << 10
+_HEADER_BYTES = 4  # of a header, beside its name and value
+_LINGER_SECONDS = 1.0  # for a client that still sends, so that it can read why it is refused
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")  # they say where a body ends
 
 
@@ -23,21 +35,53 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection. See the module's docstring."""
 
     _is_replaying_head = False  # the second parser is given a head that was handled already
-    _is_ignoring_data = False  # what follows on this connection is not HTTP
+    _is_ignoring_data = False  # what follows on this connection is not HTTP, or was refused
+    _head_bytes = 0  # of the current request's URL, headers and trailers
+    _unparsed_bytes = 0  # received since the parser last reported the start or a part of a body
 
     def data_received(self, data: bytes) -> None:
+        if self._is_ignoring_data:
+            return
         self._unset_keepalive_if_required()
+        self._unparsed_bytes += len(data)
         try:
             while data and not self._is_ignoring_data:
                 try:
                     self.parser.feed_data(data)
-                    return
+                    break
                 except httptools.HttpParserUpgrade as upgrade:
                     parsed_bytes = upgrade.args[0]
                     data = data[parsed_bytes:]
                     self._ignore_upgrade()
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as problem:
+            if isinstance(problem.__context__, _HeadTooLarge):
+                self._refuse_head()
+            else:
+                self.send_400_response("Invalid HTTP request received.")
+            return
+        # The parser keeps an incomplete header to itself, and copies it with every piece of data.
+        # `data` may also be the end of an earlier request, so it is not counted at its start.
+        if self._unparsed_bytes - len(data) > MAX_HEAD_BYTES:
+            self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        """Refuse the current request, and close the connection."""
+        self._is_ignoring_data = True
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            text = (
+                "The URL, headers and trailers of a request may have at most "
+                f"{MAX_HEAD_BYTES} bytes.\n"
+            )
+            self.transport.write(
+                "HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                "content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+                f"content-length: {len(text)}\r\n\r\n{text}".encode()
+            )
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def _ignore_upgrade(self) -> None:
         """Continue with a second parser, which reads the current request's body if it has one."""
@@ -63,15 +107,27 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self._is_replaying_head:
+            self._head_bytes = self._unparsed_bytes = 0
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_replaying_head:
+            self._count_head(len(url))
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_replaying_head:
+            self._count_head(len(name) + len(value) + _HEADER_BYTES)
             super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLarge
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         if self._is_replaying_head:
@@ -85,6 +141,15 @@ class HttpProtocol(HttpToolsProtocol):
         is_body_missing = self.parser.should_upgrade() and self._framing_headers()
         if not is_body_missing:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # reads on, and starts the next request that waits
+        if self.pipeline:
+            self.flow.pause_reading()
+
+
+class _HeadTooLarge(Exception):
+    """Ends the parser."""
 
 
 def _answer_as_http_1_0(cycle: RequestResponseCycle) -> None:

@@ -22,7 +22,7 @@ from crossover.serving.http.api_errors import ApiError, deadline_exceeded
 from crossover.serving.http.asgi_types import Receive, Scope, Send
 from crossover.serving.http.body_types import decode, encode
 from crossover.serving.registry.registry import Registry
-from crossover.serving.registry.served_model import ServedModel
+from crossover.serving.registry.served_model import ServedModel, in_text_thread
 from crossover.serving.supervisor.inflight_requests import Stream
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ _EVENT_STREAM_HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would collect events before it passes them on
 }
 MAX_BODY_BYTES = 4 << 20
+INLINE_BODY_BYTES = 64 << 10  # larger ones are decoded in the text thread
 
 
 class Request:
@@ -95,7 +96,9 @@ class Request:
             text = f"The body has at least {size} bytes; the maximum is {MAX_BODY_BYTES}."
             raise ApiError(413, text, "body_too_large")
         self.body_bytes = size
-        return decode(decoder, bytes(body))
+        if size <= INLINE_BODY_BYTES:
+            return decode(decoder, bytes(body))
+        return await in_text_thread(decode, decoder, bytes(body))
 
     async def acquire_model(
         self, name: str | None, deadline_seconds: float | None = None

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from crossover.models.text.answer_marks import dialect_of
-from crossover.models.text.chat_template import AsWritten, CallsForm, RendersChat
+from crossover.models.text.chat_template import CallsForm, RendersChat
+from crossover.models.text.template_process import AsWritten
 from crossover.serving.http.answer_parts import (
     CALL_CLOSE,
     CALL_OPEN,

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from crossover.models.child_process import run_python
+from crossover.models.child_process import end_with_parent, run_python
 from crossover.models.machine_limits import read_text
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weights_manifest import cache_dir, write_atomically
@@ -199,6 +199,7 @@ def _cpu_seconds() -> tuple[float, float]:
 
 def main() -> None:
     """Run in the child process: measure on the engine's cores and print one line of JSON."""
+    end_with_parent()
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from crossover.models.errors import BadChat
 from crossover.models.text.tokenizer import Tokenizer, load_tokenizer
 from crossover.serving.errors import ContextOverflow, EngineState, TokenOutOfRange
 from crossover.serving.hardware.machine_facts import resident_bytes
@@ -53,8 +51,7 @@ class Vocabulary(NamedTuple):
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer, which takes 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
-    with suppress(BadChat):  # the template cannot be compiled; each chat will report that
-        tokenizer.try_forms()
+    tokenizer.try_forms()
     return Vocabulary(tokenizer, tokenizer.token_bytes())
 
 
@@ -77,6 +74,7 @@ class ServedModel:
         self.token_bytes = vocabulary.token_bytes
         self.metrics = metrics
         self.prepared = prepared
+        self._rendering = asyncio.Lock()  # the model's process renders one chat at a time
         self.placement: Placement | Any = None if prepared is None else prepared.placement
         supervisor.requests.on_step = metrics.observe_step
         self.created = int(time.time())
@@ -105,6 +103,20 @@ class ServedModel:
             return EngineLimits(info.settings.longest_tokens, info.vocabulary)
         context_tokens = supervisor.config.settings.longest_tokens
         return EngineLimits(context_tokens, self.tokenizer.vocabulary)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        is_long: bool,
+    ) -> str:
+        """Return the messages as a prompt (see RendersChat.render_chat). Raises BadChat."""
+        arguments = messages, add_generation_prompt, variables
+        if is_long:
+            return await in_text_thread(self.tokenizer.render_chat, *arguments)
+        async with self._rendering:
+            return await self.tokenizer.render_chat_soon(*arguments)
 
     async def tokens(
         self,

@@ -187,12 +187,17 @@ class _Vocabulary(SimpleNamespace):
         return []  # llguidance would tokenize text only to force tokens, which is off
 
 
+def grammar_text(sampling: Sampling) -> str:
+    """Return the text of the request's grammar, schema or tool calls."""
+    return sampling.grammar or sampling.json_schema or sampling.tool_calls or ""
+
+
 def check_size(sampling: Sampling) -> str:
     """Return the text of the request's grammar, schema or tool calls.
 
     Raises Unsupported if it has more than MAX_CHARACTERS characters or MAX_RULES rules.
     """
-    text = sampling.grammar or sampling.json_schema or sampling.tool_calls or ""
+    text = grammar_text(sampling)
     rules = 0 if sampling.grammar is None else text.count("::=")
     for count, maximum, unit in (
         (len(text), MAX_CHARACTERS, "characters"),

@@ -129,7 +129,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     output_tokens: Tokens | None = None
     file: str | None = None
     replay: str | None = None
-    scale: Annotated[float, Meta(gt=0)] = 1.0
+    scale: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     max_prompt_tokens: Tokens | None = None
     max_output_tokens: Tokens | None = None
     shared_prefix_tokens: Annotated[int, Meta(ge=0)] = 0

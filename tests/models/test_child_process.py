@@ -12,6 +12,7 @@ import pytest
 from crossover.models.child_process import run_in_child, run_python
 from crossover.models.errors import BrokenWeights, ModelError
 from tests.tools.forks import ROOT
+from tests.tools.waiting import wait_for
 
 WORK = "tests.models.weights.isolated_work"
 # Modules that our processes import: none may come from the folder that they run in.
@@ -55,6 +56,19 @@ def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
         run_in_child(f"{WORK}:fail", None)
     with pytest.raises(ModelError, match="died with status -9: most likely out of memory"):
         run_in_child(f"{WORK}:die", None)
+
+
+def test_a_child_ends_when_its_parent_is_terminated(tmp_path: Path) -> None:
+    code = f"""
+from crossover.models.child_process import run_in_child
+run_in_child("{WORK}:work_long", None, {str(tmp_path / "pid")!r})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_for((tmp_path / "pid").exists)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    parent.terminate()
+    parent.wait()
+    assert not psutil.wait_procs([child], timeout=10)[1]
 
 
 def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:

@@ -462,6 +462,16 @@ def test_levels_are_shown_with_requests_that_were_never_answered() -> None:
     assert msgspec.to_builtins(data.cells[0].single_stream)["requests"] >= 2
 
 
+def test_a_name_in_markdown_is_neither_html_nor_a_link() -> None:
+    _, data, answers = shown()
+    sections = sections_of(data, answers)
+    name = "<img src=x onerror=alert(1)>[x](javascript:alert(1))![y](http://z)"
+    section = msgspec.structs.replace(sections[0], sentence=name)
+    text = markdown.markdown(data, answers, [section])
+    assert "&lt;img src=x" in text and "[x]\\(javascript" in text
+    assert not re.search(r"<[a-z/!]|\]\(", text)
+
+
 def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
     assert markdown._row(["a\n\n| b", "c\td"]) == "| a / b | c d |"
     assert markdown._LINE_ENDS.sub(" ", "a\r\n\u2028b\xa0c") == "a b\xa0c"

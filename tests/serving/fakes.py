@@ -24,6 +24,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from crossover.models.text.chat_template import CHATML, RendersChat
+from crossover.models.text.template_process import TemplateProcess
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.engine.ipc_messages import (
@@ -64,6 +65,11 @@ class ByteTokenizer(RendersChat):
     eos_ids = frozenset({256})
     special_ids = frozenset({256, 257, 258})
     chat_tokens: dict[str, str] = {}
+    # One for all tests, since each takes 0.1 s to start; what templates show is found once.
+    templates = TemplateProcess()
+    _forms: dict[Any, Any] = {}
+    _calls_forms: dict[Any, Any] = {}
+    _tools_shown: dict[Any, Any] = {}
     _marks = {"<|im_start|>": 257, "<|im_end|>": 258}
 
     def __init__(self, bos_id: int | None = None, template: str | None = CHATML) -> None:
@@ -285,6 +291,7 @@ def app_on(
     registry.loader.is_stopping = True  # so that no request loads the model
     metrics = Metrics(registry.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
+    tokenizer.try_forms()
     vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
     model = ServedModel(supervisor, vocabulary, metrics)
     model.placement_report = lambda: placement  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from crossover.models.child_process import run_python
+from crossover.models.child_process import end_with_parent, run_python
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
@@ -181,6 +181,7 @@ def _logged_bytes(pattern: re.Pattern[str], lines: list[str]) -> int:
 
 def _main() -> None:
     """Run the child process: print a list of EngineMemory, or a _Failure, as JSON."""
+    end_with_parent()
     config, contexts = msgspec.json.decode(sys.argv[1], type=tuple[EngineConfig, list[int]])
     answer: list[EngineMemory] | _Failure
     try:

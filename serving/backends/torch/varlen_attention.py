@@ -183,6 +183,8 @@ def why_no_flash(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> s
     """Return why the flash kernels cannot be used; None if they can."""
     if device.type != "cuda" or torch.version.hip:
         return "torch has the flash kernels for CUDA only"
+    if not hasattr(torch.ops.aten, "_flash_attention_forward"):
+        return f"torch {torch.__version__} does not have the operator that Crossover calls"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch is without the flash kernels"
     if torch.cuda.get_device_capability(device) < (8, 0):

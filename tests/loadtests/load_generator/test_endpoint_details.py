@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +17,16 @@ from crossover.loadtests.load_generator.find_servers import (
     ports_that_need_a_key,
 )
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.models.identity.identify_model import name_of
 from crossover.models.identity.model_ladder import ladder_model
+from crossover.models.weights.random_weights import write_gguf
 from tests.loadtests.load_generator.scripted_endpoint import (
     Handler,
     ReceivedRequest,
     answered,
     scripted,
 )
+from tests.shapes import TINY_LLAMA
 
 
 def server(
@@ -174,3 +178,14 @@ def test_a_served_name_stands_for_a_shape_where_it_surely_does(
         assert found is not None and found.name == shape
     else:
         assert found is not None and found.parameters == ladder_model(shape).spec.parameters
+
+
+def test_a_name_of_an_endpoint_is_never_opened_as_a_path(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # whoever opens it waits for its writer
+    file = tmp_path / "smollm2-135m.gguf"
+    write_gguf(TINY_LLAMA, file)
+    assert shape_by_name(str(pipe)) is None
+    assert name_of(str(pipe)) == "pipe"
+    shape = shape_by_name(str(file))
+    assert shape is not None and shape.name == "smollm2-135m" and shape.layers == 30

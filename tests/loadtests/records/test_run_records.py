@@ -74,6 +74,16 @@ def test_a_broken_line_in_the_middle_is_left_out_and_reported(tmp_path: Path, li
     assert read.damage() == ["1 of the lines of requests.jsonl (the first is line 2)"]
 
 
+@pytest.mark.parametrize("number", ["1e308", "-1e18"])
+def test_a_number_that_no_run_has_is_damage(number: str, tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.append_event(msgspec.structs.replace(started("l"), window_seconds=1.5))
+    events = tmp_path / EVENTS
+    events.write_text(events.read_text().replace("1.5", number))
+    read = read_records(tmp_path)
+    assert read.events == [] and "events.jsonl" in read.damage()[0]
+
+
 def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path) -> None:
     """The limit on file sizes, as a disk on which the third record has no room but for a part."""
     lines = [msgspec.json.encode(record("l", index)) + b"\n" for index in range(4)]

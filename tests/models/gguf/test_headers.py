@@ -3,9 +3,12 @@ kind of error, and nothing else happens.
 """
 
 import json
+import os
 import random
+import re
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -21,6 +24,7 @@ from crossover.models.weights.random_weights import write_gguf, write_hf_folder
 from crossover.models.weights.safetensors_reader import check_tensors, read_tensors
 from tests.gguf_families import write_family
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
+from tests.tools.own_process import cost_of
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,112 @@ def _header(content: bytes, file: Path) -> GgufHeader:
     return read_header(file)
 
 
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _head(tensors: int, keys: int) -> bytes:
+    return struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys)
+
+
+def _keys(values: dict[str, bytes]) -> bytes:
+    """Return a file that has these keys, each with its type and value, and no tensor."""
+    return _head(0, len(values)) + b"".join(_text(key) + value for key, value in values.items())
+
+
+BYTE = b"\0\0\0\0x"  # a type, and a value
+STRING_ARRAY = struct.pack("<IIQ", 9, 8, 1024) + _text("x") * 1024
+NO_MODEL = "does not have general.architecture"
+FLOODS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "keys": (lambda: _keys({str(i): BYTE for i in range(900_000)}), "900000 keys"),
+    "few keys": (lambda: _keys({str(i): BYTE for i in range(20_000)}), "20000 keys"),
+    "tensors": (
+        lambda: (
+            _head(450_000, 0)
+            + b"".join(_text(str(i)) + struct.pack("<IQIQ", 1, 1, 0, 0) for i in range(450_000))
+        ),
+        "450000 tensors",
+    ),
+    "most tensors": (
+        lambda: (
+            _head(100_000, 0)
+            + b"".join(_text(str(i)) + struct.pack("<IQIQ", 1, 1, 0, 0) for i in range(100_000))
+            + bytes(64)
+        ),
+        NO_MODEL,
+    ),
+    "arrays of strings": (lambda: _keys({str(i): STRING_ARRAY for i in range(1820)}), NO_MODEL),
+    "empty strings": (
+        lambda: _keys({"x": struct.pack("<IIQ", 9, 8, 125_000_000)}) + bytes(1 << 20),
+        "more than 4000000 strings",
+    ),
+    "a long name": (lambda: _keys({"x" * 300: b""}), "300 bytes of a name"),
+    "a long text": (
+        lambda: _keys({"x": struct.pack("<I", 8) + _text("x" * (64 << 20))}),
+        NO_MODEL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_in_a_header_is_refused_at_a_bounded_cost(name: str, tmp_path: Path) -> None:
+    content, words = FLOODS[name]
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content())
+    cost = cost_of(
+        "from pathlib import Path\n"
+        "from crossover.models.errors import ModelError\n"
+        "from crossover.models.gguf.reader import read_header",
+        "try:\n    read_header(Path(sys.argv[1])).spec('x')\n"
+        "except ModelError as problem:\n    print(problem)",
+        str(file),
+    )
+    assert re.search(words, cost.output), cost
+    assert cost.cpu_seconds < 5 and cost.grown_mib < 100, cost  # 1 s on an idle core
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.rope.freq_base", struct.pack("<I", 8) + _text("x"), "rope.freq_base = 'x'"),
+        ("llama.rope.freq_base", struct.pack("<IIQf", 9, 6, 1, 1.0), "rope.freq_base = .1.0."),
+        ("llama.rope.freq_base", struct.pack("<If", 6, float("nan")), "rope.freq_base = nan"),
+        ("split.count", struct.pack("<I", 8) + _text("x"), "split.count = 'x'"),
+        ("llama.ssm.inner_size", struct.pack("<I", 8) + _text("x"), None),
+        ("general.alignment", struct.pack("<II", 4, 0), "general.alignment = 0"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_key(
+    key: str, value: bytes, words: str | None, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    tensors, keys = struct.unpack_from("<QQ", gguf_bytes, 8)
+    content = gguf_bytes.replace(b"llama.rope.freq_base", b"llama.rope.freq_bass")
+    content = _head(tensors, keys + 1) + _text(key) + value + content[24:] + bytes(64)
+    if words is None:
+        assert _header(content, tmp_path / "x.gguf").spec("x").layers == 2
+        return
+    with pytest.raises(ModelError, match=words):
+        _header(content, tmp_path / "x.gguf").spec("x")
+
+
+@pytest.mark.parametrize("tensor", ["blk.x.attn_q.weight", f"blk.{'9' * 200}.a"])
+def test_a_tensor_without_a_number_is_of_no_layer(
+    tensor: str, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    known = _header(gguf_bytes, tmp_path / "x.gguf")
+    name = _text(next(name for name in known.tensors if name.startswith("blk.0.")))
+    content = gguf_bytes.replace(name, _text(tensor)) + bytes(256)
+    assert _header(content, tmp_path / "x.gguf").spec("x").layers == 2
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    """Opening one would wait for its writer."""
+    pipe = tmp_path / "x.gguf"
+    os.mkfifo(pipe)
+    with pytest.raises(ModelError, match="x.gguf"):
+        identify(str(pipe))
+
+
 def test_a_file_cut_anywhere_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     data = sum(entry.n_bytes for entry in _header(gguf_bytes, file).tensors.values())
@@ -44,7 +154,7 @@ def test_a_file_cut_anywhere_is_refused(gguf_bytes: bytes, tmp_path: Path) -> No
             _header(gguf_bytes[:size], file)
     key, array = b"general.x", struct.pack("<IQ", 9, 1)  # arrays of arrays without end
     head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
-    with pytest.raises(BrokenWeights, match="recursion"):
+    with pytest.raises(BrokenWeights, match="an array has values of the type 9"):
         _header(head + array[:4] + array * 5000 + bytes(64), file)
 
 

@@ -4,12 +4,15 @@ wrongly is refused by key and value.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from crossover.models.identity.identify_model import identify
 from crossover.models.shape.hf_config import check_dense, read_config, read_spec, spec_of, v4_config
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.random_weights import hf_config
@@ -111,3 +114,42 @@ def test_what_onnx_and_torch_cannot_serve_is_named_with_what_does(
         check_dense({"architectures": ["AnyForCausalLM"], **keys}, "mine")
     assert f"mine is {kind}" in str(refused.value)
     assert ("GGUF file, which llama_cpp serves" in str(refused.value)) is is_served_as_gguf
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": "x"},
+        {"rope_scaling": ["x"]},
+        {"rope_theta": "x"},
+        {"rope_theta": [1]},
+        {"rms_norm_eps": "x"},
+        {"layer_types": 7},
+        {"architectures": 7},
+        {"model_type": ["llama"]},
+        {"num_key_value_heads": "x"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_value_of_another_type_never_ends_in_a_traceback(
+    change: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    config = {
+        "model_type": family,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with contextlib.suppress(ModelError):
+        identify(str(tmp_path))
+
+
+def test_a_config_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(BrokenWeights, match="not a JSON object"):
+        read_config(tmp_path)

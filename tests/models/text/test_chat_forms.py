@@ -12,7 +12,8 @@ import gguf
 import pytest
 
 from crossover.models.errors import BadChat
-from crossover.models.text.chat_template import CHATML, AsWritten, CallsForm
+from crossover.models.text.chat_template import CHATML, CallsForm
+from crossover.models.text.template_process import AsWritten
 from crossover.models.text.tokenizer import load_tokenizer, shipped
 from crossover.models.weights.random_weights import write_gguf
 from tests.models.text.test_chat_template import Chat

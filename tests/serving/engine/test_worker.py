@@ -1,6 +1,7 @@
 """The engine child as it runs in the product: a real process, a real socket, the fake backend."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -178,6 +179,21 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(
     refused = found[1].finish, found[1].error, found[1].parameter
     assert refused == ("refused", why, "response_format")
     assert child.process.wait(10) == 0
+
+
+def test_a_short_schema_does_not_wait_for_long_ones(start: Callable[..., Child]) -> None:
+    child = start()
+    child.until(Ready)
+    names = {f"k{i}": {"type": "string"} for i in range(1500)}
+    long_ones = [
+        Sampling(json_schema=json.dumps({"properties": names | {f"x{i}": {}}})) for i in range(6)
+    ]
+    short = Sampling(json_schema='{"type":"integer"}')
+    for number, sampling in enumerate([*long_ones, short], 1):
+        child.send(Submit(number, GenerationRequest([5], 1, sampling)))
+    child.send(Stop(drain=True))
+    order = [*ended(child)]
+    assert len(order) == 7 and order.index(7) < 3, order
 
 
 def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:

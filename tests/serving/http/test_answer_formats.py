@@ -5,6 +5,7 @@ is ever left beside what it marks."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -421,3 +422,17 @@ def test_control_tokens_that_mark_a_dialect_have_their_text(
     table = with_marks([b""] * len(names), marks)
     assert [text.decode() for text in table if text] == shown
     assert dialect_of(PLAIN) == "tags"
+
+
+@pytest.mark.parametrize("tags", ["<parameter=a>", "<parameter=a>\n</parameter>", "\n"])
+def test_a_call_with_many_tags_takes_time_linear_in_them(tags: str) -> None:
+    output_format = format_of_output(QWEN3_CODER, "assistant\n", "hermes", PARAMETERS, False)
+    assert output_format is not None
+    parser = OutputParser(output_format)
+    started = time.process_time()
+    parts = parser.push("<tool_call>\n<function=now>", False)
+    for _ in range(26_000):  # as an engine sends it, token by token
+        parts += parser.push(tags, False)
+    parts += parser.push("</function></tool_call>", True)
+    assert time.process_time() - started < 3  # 0.1 s on an idle core
+    assert [part.kind for part in parts] == ["content" if tags == "<parameter=a>" else "call"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +16,12 @@ import openai
 import pytest
 
 from crossover.models.text.chat_template import CHATML
+from crossover.models.text.template_process import TemplateProcess
 from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.http.answer_parts import OutputFormat, OutputParser, Part
-from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
+from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, ask, chat, served
 from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA
 
@@ -311,3 +314,27 @@ def test_calls_that_must_come_come_from_a_random_model(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="schema cannot be used") as refused:
             make(**{**common, "tools": [broken], "tool_choice": "required"})
         assert refused.value.param == "tools"
+
+
+def test_a_template_that_never_ends_costs_the_server_no_time_and_others_are_answered() -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = f"{{% if messages[0].content == 'loop' %}}{loops}{{% endif %}}{QWEN}"
+    tokenizer = ByteTokenizer(template=source)
+    tokenizer.templates = TemplateProcess()
+    tokenizer.try_forms()
+    with served(app_on(FakeSupervisor(), tokenizer=tokenizer)) as port:
+        answers: list[Any] = []
+        body = [{"role": "user", "content": "loop"}]
+        slow = threading.Thread(target=lambda: answers.append(chat(port, messages=body)))
+        spent = time.process_time()
+        slow.start()
+        answered = 0
+        while slow.is_alive():
+            assert ask(port, "GET", "/health").status == 200
+            answered += 1
+            time.sleep(0.02)
+        spent = time.process_time() - spent
+        assert chat(port).status == 200  # by a new process
+    assert answers[0].status == 400
+    assert "takes more than 2 s" in answers[0].error["message"]
+    assert answered > 5 and spent < 1.0, (answered, spent)  # of this process, for all of it

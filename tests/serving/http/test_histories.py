@@ -4,6 +4,7 @@ and that the server takes back what it gives out.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from typing import Any
@@ -314,6 +315,7 @@ def test_any_history_is_rendered_or_refused(
     if continues:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     try:
-        assert isinstance(render_prompt(model, decode(BODY, json.dumps(body).encode()), True), str)
+        chat = decode(BODY, json.dumps(body).encode())
+        assert isinstance(asyncio.run(render_prompt(model, chat, True, False)), str)
     except ApiError as problem:
         assert problem.status == 400 and 10 < len(problem.body.error.message) < 1000

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from crossover.serving.http.api_errors import retry_later
+from crossover.serving.http.api_errors import ApiError, retry_later
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
 
 TURN = {"role": "user", "content": "hi"}
@@ -62,3 +63,18 @@ def test_retry_after_is_whole_seconds_and_milliseconds() -> None:
     headers = retry_later(429, "full", "x", 2.4).headers
     assert headers == {"Retry-After": "3", "Retry-After-Ms": "2400"}
     assert retry_later(503, "gone", "x", 0.0).headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"),
+    [(b"1.0," * 400_000, False), (b"1.0," * 900_000, True), (b"7," * 1_900_000, True)],
+    ids=["400,000 floats", "900,000 floats", "1,900,000 ids"],
+)
+def test_many_values_cost_bounded_time(values: bytes, is_refused: bool) -> None:
+    body = b'{"prompt":[' + values.rstrip(b",") + b"]}"
+    started = time.process_time()
+    try:
+        assert len(decode(COMPLETION, body).prompt) == 400_000 and not is_refused
+    except ApiError as problem:
+        assert is_refused and "more than 500000 values" in problem.body.error.message
+    assert time.process_time() - started < (0.1 if is_refused else 2)

@@ -33,6 +33,12 @@ def test_a_folder_of_transformers_5_gives_the_same_tokens(make: Make, tmp_path: 
     assert generate(backend, prompt, 4) == generated(source)(prompt, 4)
 
 
+def test_torch_has_the_private_operators_that_are_called() -> None:
+    """Without them, bf16 weights take float32 on every CPU, and GPUs the slower attention."""
+    assert callable(torch.ops.mkldnn._is_mkldnn_bf16_supported)
+    assert callable(torch.ops.aten._flash_attention_forward)
+
+
 def test_sharded_folders_are_read_whole(make: Make, tmp_path: Path) -> None:
     source = hf_folder("tiny-llama3")
     folder = tmp_path / "sharded"
