@@ -36,10 +36,10 @@ from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
     MOVED,
+    QUICK_REQUESTS,
     Z_90,
     Demand,
     ServerModel,
-    SimulatedCapacity,
     common_factor,
     sd_of,
 )
@@ -259,8 +259,9 @@ def _by_step_times(
             level_factors.append((one.rate, measured))
         speed_factors += _speeds(step_times, one.level, settings)
 
-    def simulate(factor: float) -> SimulatedCapacity:
-        return server.slower(factor).capacity(demand, slo)
+    def quick_rate(factor: float) -> float:
+        """Return the capacity by fewer requests, which is compared with others like it only."""
+        return server.slower(factor).capacity(demand, slo, QUICK_REQUESTS).rate
 
     factor = LOADED
     levels_worth = 0.0  # the number of levels that `factor` is worth
@@ -269,16 +270,15 @@ def _by_step_times(
     # is below the target.
     missed_rates = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
     lowest_capacity = min(missed_rates, default=math.inf)
-    simulated = simulate(factor)
     for _ in range(3):  # another factor moves the capacity, and so the levels that are near it
-        lowest_capacity = min(lowest_capacity, simulated.rate)
-        lowest, highest = MIN_TELLING * lowest_capacity, MAX_NEAR_SHARE * simulated.rate
+        rate = quick_rate(factor) if loaded else 0.0
+        lowest_capacity = min(lowest_capacity, rate)
+        lowest, highest = MIN_TELLING * lowest_capacity, MAX_NEAR_SHARE * rate
         now_near = [measured for rate, measured in level_factors if lowest <= rate <= highest]
         if not now_near or now_near == near_factors:
             break
         near_factors = now_near
         factor, levels_worth = common_factor(near_factors)
-        simulated = simulate(factor)
     # If the machine's speed changed, the interval covers both speeds.
     factors = [factor, *near_factors, *speed_factors]
     if levels_worth == len(near_factors):  # the calibration was at another speed
@@ -291,7 +291,7 @@ def _by_step_times(
     if loaded:
         levels = [one.level for one in loaded]
         factor, sd = speed_by_attainment(server, slo, levels, factor, sd)
-        simulated = simulate(factor)
+    simulated = server.slower(factor).capacity(demand, slo)
     if simulated.rate <= 0:
         return Capacity(
             state="not_confirmed",
@@ -300,11 +300,12 @@ def _by_step_times(
             f"{share(simulated.unloaded_attainment, 2)}",
         )
     half_width = math.exp(Z_90 * sd)  # of the factor
+    unit = simulated.rate / max(quick_rate(factor), 1e-9)
     return Capacity(
         state="not_confirmed",
         estimated_rate=simulated.rate,
-        low=simulate(factor * slowest * half_width).rate,
-        high=simulate(factor * quickest / half_width).rate,
+        low=unit * quick_rate(factor * slowest * half_width),
+        high=unit * quick_rate(factor * quickest / half_width),
         method="step_times",
         steepness=simulated.steepness,
         factor=factor if near_factors else None,

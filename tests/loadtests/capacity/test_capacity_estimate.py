@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from crossover.loadtests.capacity import capacity_estimate
+from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import confirming_seconds, estimate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
+    QUICK_REQUESTS,
     Demand,
     ServerModel,
     sd_of,
@@ -37,14 +39,25 @@ DEMAND = Demand(Workload(prompt_tokens=40, output_tokens=10))
 def by_step_times(
     levels: Sequence[Level], factor: float | Sequence[float] = LOADED, **more: Any
 ) -> Capacity:
-    """With these factors of the levels, in their order."""
+    """With these factors of the levels, in their order, and without what their attainment says."""
     factors = [factor] * len(levels) if isinstance(factor, float) else factor
     factor_of = {level.name: one for level, one in zip(levels, factors, strict=True)}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             capacity_estimate, "_factor", lambda step_times, level, policy: factor_of[level.name]
         )
+        patched.setattr(
+            capacity_estimate,
+            "speed_by_attainment",
+            lambda server, slo, levels, factor, sd: (factor, sd),
+        )
         return estimate(levels, SLO, SERVER, DEMAND)
+
+
+def rate_at(factor: float) -> float:
+    """The simulated capacity if all steps take longer by this factor."""
+    rates = [SERVER.slower(each).capacity(DEMAND, SLO, QUICK_REQUESTS).rate for each in (1, factor)]
+    return rates[1] / rates[0] * SERVER.capacity(DEMAND, SLO).rate
 
 
 # Of a calibration alone; the test of one says that they are what is simulated.
@@ -58,8 +71,9 @@ def test_a_calibration_without_levels_gives_an_estimate_with_its_interval() -> N
     )
     assert found.estimated_rate == pytest.approx(LIMIT)
     assert found.steepness == pytest.approx(STEEPNESS)
-    reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
-    assert found.low == pytest.approx(LIMIT / reach) and found.high == pytest.approx(LIMIT * reach)
+    reach = math.exp(1.645 * sd_of(0))
+    assert found.low == pytest.approx(rate_at(LOADED * reach), rel=0.03)
+    assert found.high == pytest.approx(rate_at(LOADED / reach), rel=0.03)
     assert found.reason == "no valid level of open-loop load was measured"
     assert found.confirm_seconds == pytest.approx(confirming_seconds(SLO, 0.8 * LIMIT))
 
@@ -75,7 +89,7 @@ def test_a_level_that_meets_the_slo_near_the_capacity_confirms_and_narrows() -> 
         1,
     )
     assert found.estimated_rate == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
-    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * sd_of(1.5) * STEEPNESS))
+    assert found.high == pytest.approx(rate_at(LOADED / math.exp(1.645 * sd_of(1.5))), rel=0.03)
     assert found.confirm_seconds is None and found.starts == 1 and found.speed_moved is None
 
 
@@ -106,8 +120,7 @@ def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
     assert found.state == "confirmed" and found.confirmed_rate == pytest.approx(
         0.6 * LIMIT, rel=0.02
     )
-    reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
-    assert found.high == pytest.approx(LIMIT * reach)
+    assert found.high == pytest.approx(rate_at(LOADED / math.exp(1.645 * sd_of(0))), rel=0.03)
 
 
 def test_a_level_that_misses_the_target_bounds_the_capacity_against_the_model() -> None:
@@ -268,3 +281,37 @@ def test_step_times_that_miss_the_slo_at_every_rate_give_no_capacity() -> None:
     found = estimate([single_streams()], SLO, ServerModel(slow, POLICY), DEMAND)
     assert found.estimated_rate is None and "SLO attainment unloaded is only 0 %" in found.reason
     assert found.confirm_seconds is None, "no level could confirm a rate"
+
+
+def level_of(server: KnownServer, rate: float, seconds: float = 240.0) -> Level:
+    """A level of prompts of which every seventh is long, on a server of known step times."""
+    due = np.arange(0.0, seconds, 1 / rate)
+    prompts = [480 if number % 7 == 3 else 30 for number in range(len(due))]
+    return server.level(due.tolist(), prompts, [40] * len(due))
+
+
+def test_a_level_that_met_every_limit_speaks_against_steps_by_which_it_would_not_have() -> None:
+    """A few slow steps set the factor to one at which long prompts miss the SLO unloaded."""
+    level = level_of(KnownServer(STEP_TIMES.slower(0.9).seconds), rate=0.25)
+    slo = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
+    assert level.judge(slo).good == level.judge(slo).due
+    sd = sd_of(1.5)
+    factor, narrowed = speed_by_attainment(SERVER, slo, [level], 1.05, sd)
+    assert factor < 1.0 and narrowed < sd
+    assert speed_by_attainment(SERVER, slo, [], 1.05, sd) == pytest.approx((1.05, sd), rel=0.01)
+
+
+def test_a_level_that_missed_limits_speaks_against_steps_by_which_it_would_have_met_them() -> None:
+    level = level_of(KnownServer(STEP_TIMES.slower(1.15).seconds), rate=0.4)
+    slo = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
+    assert level.judge(slo).good < 0.9 * level.judge(slo).due
+    factor, _ = speed_by_attainment(SERVER, slo, [level], 1.0, sd_of(1.5))
+    assert factor > 1.02
+
+
+def test_where_a_few_percent_of_step_time_end_the_capacity_the_interval_reaches_down() -> None:
+    """Every seventh prompt is so long that it just meets the limit on an idle server."""
+    demand = Demand(Workload(file=None, prompt_tokens=450, output_tokens=10))
+    found = estimate([], SLO, SERVER, demand)
+    assert found.estimated_rate and found.low == 0.0
+    assert found.steepness is not None and found.steepness > 3

@@ -8,6 +8,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
+    measured_template_tokens,
 )
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
@@ -30,6 +31,18 @@ def test_how_much_a_server_found_in_its_cache_is_measured():
     assert measured_reuse(CHAT, levels) == 0.0
     untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
     assert measured_reuse(shared, [untold]) == 0.0
+
+
+def test_the_tokens_of_a_template_that_every_prompt_begins_with_are_measured():
+    server = KnownServer(STEP_TIMES.seconds)
+    prompts, cached = [40, 41, 40, 300, 512, 31], [0, 25, 39, 25, 25, 29]
+    level = server.level([5.0 * number for number in range(6)], prompts, [8] * 6, cached)
+    assert measured_template_tokens(CHAT, [level]) == 25
+    assert measured_template_tokens(Workload(preset="conversation"), [level]) == 0
+    shared = Workload(prompt_tokens=200, output_tokens=8, shared_prefix_tokens=20)
+    assert measured_template_tokens(shared, [level]) == 5, "the rest is the workload's own prefix"
+    untold = msgspec.structs.replace(level, cached_tokens=np.full(6, np.nan))
+    assert measured_template_tokens(CHAT, [untold]) == 0
 
 
 def conversing(growth: float, answer_share: float, **more: object) -> Level:

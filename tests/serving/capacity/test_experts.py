@@ -68,7 +68,8 @@ class KnownCapacity(Server):
     """The capacity of a server with these step times, played step by step with the same draws."""
 
     def __init__(self, steps: Steps) -> None:
-        super().__init__(StepTimeModel(base_seconds=1.0), SLOTS, CHAT, count=REQUESTS)
+        lengths = lengths_of(CHAT, REQUESTS, SEED)
+        super().__init__(StepTimeModel(base_seconds=1.0), SLOTS, lengths, count=REQUESTS)
         self.steps = steps
 
     def play(self, rate: float) -> Simulated:
