@@ -44,7 +44,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logical_cores: Count
     physical_cores: Count | None = None
     usable_cores: Positive  # by affinity and CPU quota
-    memory_bytes: Count  # of the machine, or of its container
+    memory_bytes: Annotated[int, Meta(ge=1)]  # of the machine, or of its container
     virtualisation: Text | None = None
     system: Text
 

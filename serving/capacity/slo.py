@@ -135,8 +135,9 @@ class Slo(Limits, frozen=True, forbid_unknown_fields=True):
     def largest_share(self, times: Times) -> Floats:
         """Return, by request, its time divided by the limit, of the limit that this is largest of;
         above 1: the request misses the SLO. A time that a request has not counts as almost 0."""
-        shares = [getattr(times, name) / limit for name, limit in self.limits.items()]
-        largest: Floats = np.nan_to_num(shares, nan=0.0, posinf=np.inf).max(axis=0, initial=1e-9)
+        largest = np.full(len(times.e2e), 1e-9)
+        for name, limit in self.limits.items():
+            largest = np.fmax(largest, getattr(times, name) / limit)
         return largest
 
     def is_same_promise(self, other: Slo) -> bool:

@@ -94,7 +94,8 @@ def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:
     found = answer.capacity
     assert found is not None and found.estimated_rate == pytest.approx(truth, rel=0.25)
     assert found.estimated_rate < 0.8 * without, "the limit of the whole answer binds"
-    assert "whole answer within" in "\n".join(lines_of(answer)) and answer.binding is None
+    assert "whole answer within" in "\n".join(lines_of(answer))
+    assert answer.binding is not None and answer.binding.missed_limit == "e2e"
 
 
 @pytest.mark.parametrize(

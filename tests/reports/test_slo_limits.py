@@ -12,7 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from crossover.loadtests.campaign.cell_runner import rate_without_reuse
 from crossover.loadtests.campaign.level_runner import judge_level, level_text
+from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import (
     confirmed_rate,
     estimate,
@@ -37,9 +39,12 @@ from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.report_data import CellData, read_report
 from crossover.reports.sections.latency_curves import charts_of
+from crossover.serving.capacity.simulated_capacity import Demand, PrefixReuse
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
+from crossover.serving.workload.request_lengths import Workload
 
 ROOT = Path(__file__).parents[2]
+WORKLOAD = Workload(preset="chat")
 DEMO = ROOT / "docs" / "results" / "demo"
 MODEL = "smollm2-135m"
 WITHOUT = Slo("without limits", target=0.9)
@@ -74,8 +79,23 @@ def disturbed_level() -> Level:
 def printed(slo: Slo) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        show_level(level_at_a_rate(), slo)
+        show_level(level_at_a_rate(), slo, WORKLOAD)
     return out.getvalue()
+
+
+def speed(slo: Slo) -> tuple[float, float]:
+    server = cell_under(WITHOUT).server
+    assert server is not None
+    return speed_by_attainment(server, slo, [level_at_a_rate()], factor=1.0, sd=0.1)
+
+
+def without_reuse(slo: Slo) -> float | None:
+    server = cell_under(WITHOUT).server
+    assert server is not None
+    estimated = Capacity(state="not_confirmed", method="step_times", estimated_rate=1.0)
+    demand = Demand(Workload(preset="conversation", scale=0.1))
+    reusing = msgspec.structs.replace(server, reuse=PrefixReuse())
+    return rate_without_reuse(estimated, reusing, demand, slo)
 
 
 def service() -> Service:
@@ -109,6 +129,8 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/capacity/capacity_estimate.py:confirmed_rate": lambda slo: confirmed_rate(
         levels(), slo, estimated_rate=1.0
     ),
+    "loadtests/campaign/cell_runner.py:rate_without_reuse": without_reuse,
+    "loadtests/capacity/attainment_evidence.py:speed_by_attainment": speed,
     "loadtests/capacity/sharper_slo.py:advice": advised,
     "loadtests/cli/one_level.py:show_level": printed,
     "loadtests/levels/level_columns.py:Level.judge": lambda slo: level_at_a_rate().judge(slo),

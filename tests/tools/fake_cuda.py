@@ -164,7 +164,7 @@ class FakeCuda:
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
         where = "crossover.serving.backends.torch"
-        patch.setattr(f"{where}.backend.device_of", lambda name: torch.device("cpu"))
+        patch.setattr(f"{where}.backend.torch_device_of", lambda name: torch.device("cpu"))
         return self
 
 

@@ -162,7 +162,7 @@ def test_the_machine_chooses_ladder_models_and_prints_why(kept: Path) -> None:
     ("change", "message"),
     [
         (('["auto"]', '["auto", "135m"]'), "models = .'auto'. cannot"),
-        (("[server]", '[server]\npolicy = "gpu-only"'), r"policy = .* key devices"),
+        (("[server]", '[server]\npolicy = "gpu-only"'), r"server.policy is not a known key"),
         (("[server]", "[server]\noptions = { mlock = true }"), "'best' .* server.options must not"),
     ],
 )

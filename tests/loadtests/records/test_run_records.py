@@ -77,7 +77,7 @@ def test_a_broken_line_in_the_middle_is_left_out_and_reported(tmp_path: Path, li
 @pytest.mark.parametrize("number", ["1e308", "-1e18"])
 def test_a_number_that_no_run_has_is_damage(number: str, tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.append_event(msgspec.structs.replace(started("l"), window_seconds=1.5))
+        folder.append_event(msgspec.structs.replace(started("l"), unix_seconds=1.5))
     events = tmp_path / EVENTS
     events.write_text(events.read_text().replace("1.5", number))
     read = read_records(tmp_path)

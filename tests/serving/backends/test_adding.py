@@ -35,7 +35,7 @@ FOLDER, NAME = "serving/backends/echo/backend.py", "echo"
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The product with the page's code: its first block a file, its second a row of the table."""
-    for package in ("models", "serving"):
+    for package in ("models", "serving", "loadtests", "reports"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     shutil.copytree(ROOT / "crossover", tmp_path / "crossover", symlinks=True)
