@@ -143,6 +143,7 @@ def observed_steps(
         passes,
         np.ones(step_count),
         expert_share,
+        np.zeros(step_count),  # token pairs: the models that are fitted have no term for them
     )
 
     # Steps are merged from one after a step with no prompt in progress up to the next such step. If

@@ -60,6 +60,10 @@ DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int8", "none": ""}
 # Approximate bits per weight. int4 has one float32 scale per 32 weights (MatMulNBits), int8 one per
 # row. Q4_K_M has some matrices in 6 bits; published files have 4.85 on average.
 _BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0, "int4": 5.0, "int8": 8.0, "Q4_K_M": 4.85}
+# Bits of a weight in the formats of GPU servers, in which embedding and head stay in 16 bits. Names
+# as in compressed-tensors: bits of weights and activations. Groups of 128 weights share a scale of
+# 16 bits and a zero point in w4a16, 16 weights share one of 8 bits in fp4 (NVFP4).
+GPU_FORMATS = {"bf16": 16.0, "fp8": 8.0, "w8a8": 8.0, "w8a16": 8.0, "w4a16": 4.25, "fp4": 4.5}
 # The type of a tensor whose rows are not a multiple of 256, by the type that it would have had.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
@@ -168,19 +172,37 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
             block = BLOCKS[tensor_type(spec, weight_format, tensor)]
             total_bytes += tensor.elements // block.weights * block.bytes
         return total_bytes
+    if weight_format in GPU_FORMATS:
+        wide_parameters = spec.looked_up_parameters + spec.vocabulary * spec.hidden
+        narrow_parameters = spec.parameters - wide_parameters
+        return int((narrow_parameters * GPU_FORMATS[weight_format] + wide_parameters * 16) / 8)
     bits = _BITS.get(weight_format) or gguf_names().get(weight_format)
     if bits is None:
         raise KeyError(f"unknown weight format {weight_format!r}")
     return int(spec.parameters * bits / 8)
 
 
+def bytes_of_pass(spec: ModelSpec, weight_format: str) -> tuple[float, float]:
+    """Return the bytes of weights that every pass reads, and those of all experts.
+
+    Raises KeyError if the format is unknown.
+    """
+    total_bytes = weight_bytes(spec, weight_format)
+    if weight_format in GPU_FORMATS:
+        experts = 0 if spec.experts is None else spec.experts.parameters
+        expert_bytes = experts * GPU_FORMATS[weight_format] / 8
+        return total_bytes - 2 * spec.looked_up_parameters - expert_bytes, expert_bytes
+    shared_bytes = spec.step_weight_bytes(0, total_bytes)
+    return shared_bytes, spec.step_weight_bytes(math.inf, total_bytes) - shared_bytes
+
+
 def known_format(text: str) -> str:
     """Return a weight format with upper and lower case corrected. It may be any format that
-    Crossover writes or that a GGUF file may have.
+    Crossover writes, that a GGUF file may have, or that a GPU server may have.
 
     Raises UnsupportedModel for an unknown format; the message suggests similar ones.
     """
-    names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *gguf_names())))
+    names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *GPU_FORMATS, *gguf_names())))
     if text in names:  # BF16 is a format of GGUF files, bf16 one of safetensors
         return text
     by_letters = {name.lower(): name for name in reversed(names)}

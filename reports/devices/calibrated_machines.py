@@ -36,6 +36,7 @@ from crossover.loadtests.errors import LoadError
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import gguf_names, weight_bytes
 from crossover.reports.devices.device_capacity import Machine
+from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
@@ -69,8 +70,8 @@ def calibrated_machine(path: Path) -> Machine:
 
 def _step_times(
     file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
-) -> tuple[StepTimeModel, float]:
-    """Return the step-time model of a model, and half the 90 % band of ln(step time).
+) -> PredictedSteps:
+    """Return the step-time model of a model, with its uncertainty.
 
     Raises ReportError for several devices, and for a format about which nothing is known.
     """
@@ -79,14 +80,14 @@ def _step_times(
     same_format = [steps for steps in file.models if steps.weight_format == weight_format]
     for steps in same_format:
         if steps.model.name == spec.name:
-            return steps.server.step_times, SAME_HALF_WIDTH
+            return PredictedSteps(steps.server.step_times, SAME_HALF_WIDTH)
     if not same_format:
         nearest = _models_of_nearest_format(file, spec, weight_format)
-        return _fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH
+        return PredictedSteps(_fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH)
     is_mixture = spec.experts is not None
     has_same_kind = any((steps.model.experts is not None) == is_mixture for steps in same_format)
     half_width = BIGGER_HALF_WIDTH if has_same_kind else FORMAT_HALF_WIDTH
-    return _fitted_step_times(spec, same_format), half_width
+    return PredictedSteps(_fitted_step_times(spec, same_format), half_width)
 
 
 def _models_of_nearest_format(

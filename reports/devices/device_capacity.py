@@ -27,6 +27,7 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.devices.device_catalog import Device
 from crossover.reports.devices.device_step_times import default_slots, predicted_step_times
+from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -66,9 +67,8 @@ SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS = 1, 0, -1
 CapacityGrade = Literal["confirmed", "estimated", "predicted"]
 # Whether a rate meets the SLO: with 90 % confidence; with 10 to 90 %; with less.
 Certainty = Literal["yes", "perhaps", "no"]
-# (model, weight format, slots, devices that share a step) -> step-time model, and half the 90 %
-# band of ln(step time).
-StepTimesOf = Callable[[ModelSpec, str, int, int], tuple[StepTimeModel, float]]
+# (model, weight format, slots, devices that share a step) -> step-time model and its uncertainty.
+StepTimesOf = Callable[[ModelSpec, str, int, int], PredictedSteps]
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -138,6 +138,11 @@ class Service(msgspec.Struct, frozen=True):
     traffic: Traffic
     devices: int = 1
 
+    def predicted_steps(self) -> PredictedSteps:
+        """Return the step times. Raises ReportError where they are not known."""
+        machine = self.machine
+        return machine.step_times(self.spec, self.weight_format, machine.slots, self.devices)
+
     def needed_bytes(self, kv_tokens: float, states: int = 1) -> float:
         """Return the memory that serving takes on all devices together, with a KV cache of so many
         tokens and the recurrent states of so many requests. All experts are in memory."""
@@ -198,6 +203,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     high: float | None = None
     reason: str = ""
+    width_reason: str = ""  # why the interval is wider than usual, as a phrase; "": it is not
     ttft_seconds: float | None = None  # medians at `rate`
     tpot_seconds: float | None = None
     memory_bytes: float | None = None  # that serving takes on all devices together
@@ -232,10 +238,8 @@ def simulation_of(service: Service, speed: int) -> Server:
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
-    machine, traffic = service.machine, service.traffic
-    step_times, half_width = machine.step_times(
-        service.spec, service.weight_format, machine.slots, service.devices
-    )
+    traffic = service.traffic
+    step_times, half_width, _ = service.predicted_steps()
     step_times = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
     count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
     return traffic.server_with(step_times, service.policy()).simulated(traffic.demand, count)
@@ -271,6 +275,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         watts=None if watts is None else watts * count,
     )
     try:
+        width_reason = service.predicted_steps().reason
         low = _crossing(simulation_of(service, SLOW_STEPS), slo)
         rate = _crossing(simulation_of(service, EXPECTED_STEPS), slo)
         high = _crossing(simulation_of(service, FAST_STEPS), slo)
@@ -280,7 +285,12 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     if machine.policy is None:  # the memory of a calibrated machine's engine is not predicted
         memory_bytes = service.needed_bytes(service.traffic.longest)
     capacity = msgspec.structs.replace(
-        capacity, low=low, rate=rate, high=high, memory_bytes=memory_bytes
+        capacity,
+        low=low,
+        rate=rate,
+        high=high,
+        width_reason=width_reason,
+        memory_bytes=memory_bytes,
     )
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"

@@ -26,9 +26,10 @@ from crossover.serving.faults import converted
 from crossover.serving.option_help import Positive
 from crossover.serving.toml_files import parse_toml
 
-# The share of the memory on the label that the driver leaves for use. GDDR: L4 23034 of 24576
-# MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi). HBM: A100 and H100 79.1 of 80 GiB (the
-# total in vLLM's log). Memory that the GPU shares with its CPU: what macOS gives it by default.
+# The share of the memory on the label that the driver leaves for use. GDDR with ECC: L4 23034 of
+# 24576 MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi). HBM: A100 and H100 79.1 of 80 GiB
+# (the total in vLLM's log). Memory that the GPU shares with its CPU: what macOS gives it by
+# default.
 USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
 
 # Bounds of the memory that a driver reports over that on the label, whose GB may be 2^30 or 10^9
@@ -37,11 +38,13 @@ MIN_OF_LABEL, MAX_OF_LABEL = 0.88, 1.05
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
 MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-\d\d-\d\d$")]
 
 
 class Tflops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dense peak TFLOP/s by number format; fp16 is the peak of matrix units, and bf16's too."""
+    """Dense peak TFLOP/s of matrix units by number format. fp16 is bf16's too, and adds in 32
+    bits."""
 
     fp16: Positive | None = None
     fp8: Positive | None = None
@@ -61,7 +64,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     maker: str = ""
     memory_type: MemoryType
     memory_gib: Positive | None = None
+    usable_share: Share | None = None  # of memory_gib; None: that of the memory type
     tflops: Tflops = Tflops()
+    reached_peak_share: Share = 1.0  # of the peaks that its power limit lets it reach
+    has_peer_copies: bool = True  # whether such devices copy to each other directly
     link_gb_per_second: Positive | None = None
     watts: Positive | None = None
     dollars_per_hour: Positive | None = None
@@ -94,7 +100,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The part of the memory on the label that an engine can use."""
         if self.memory_gib is None:
             return None
-        return self.memory_gib * GIB * USABLE_SHARES[self.memory_type]
+        share = self.usable_share or USABLE_SHARES[self.memory_type]
+        return self.memory_gib * GIB * share
 
 
 class _CatalogFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

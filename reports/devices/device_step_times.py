@@ -1,22 +1,21 @@
 """Seconds of a step on a device that was not measured, predicted from its datasheet.
 
-    gpu, shape = device_named("NVIDIA L4"), ladder_model("8b").spec
-    step_times, half_width = predicted_step_times(gpu, shape, "bf16", slots=64)
+    gpu, shape = device_named("Apple M4 Pro"), ladder_model("8b").spec
+    step_times, half_width, _ = predicted_step_times(gpu, shape, "Q4_0", slots=16)
 
-For a decode step of `b` sequences with mean context `c`, and for a prompt, on `p` devices that
-share each step:
+GPUs and the like run a server (server_step_times.py). Devices whose memory is shared with their CPU
+run llama.cpp. For a decode step of `b` sequences with mean context `c` there, and for a prompt:
 
-    memory  = (weights read + kv * KV bytes * b * c) / (bandwidth share * bandwidth * p)
-    compute = 2 * multiply-adds * b / (peak share * peak of the format * p)
-    step    = sqrt(memory^2 + compute^2) + layers * layer + b * row + all-reduces
-    prompt  = sqrt(work^2 + weights^2) + layers * prompt layer + all-reduces
+    memory  = (weights read + kv * KV bytes * b * c) / (bandwidth share * bandwidth)
+    compute = 2 * multiply-adds * b / (peak share * peak of the format)
+    step    = sqrt(memory^2 + compute^2) + layers * layer
+    prompt  = sqrt(work^2 + weights^2) + layers * prompt layer
 
 `work` is the compute time of the prompt's tokens with attention, `weights` the time to read the
-weights. There are two all-reduces in each layer; each takes hop * log2 p + bytes / link, and a ring
-moves 2 (p - 1) / p of the bytes.
+weights.
 
-The constants (shares, layer, row, hop) and the error belong to a class of devices. They are fitted
-to published measurements: `python -m tests.bench.device_fit.fit` writes step_time_constants.json.
+The constants (shares, layer) and the error belong to a class of devices. They are fitted to
+published measurements: `python -m tests.bench.device_fit.fit` writes step_time_constants.json.
 CPUs are not predicted, because published speeds of one class of CPUs differ by a factor of three,
 and `crossover calibrate` takes minutes.
 """
@@ -32,19 +31,16 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.models.shape.model_spec import ModelSpec, Routing
-from crossover.models.weights.weight_formats import weight_bytes
+from crossover.models.weights.weight_formats import GPU_FORMATS, weight_bytes
 from crossover.reports.devices.device_catalog import Device
+from crossover.reports.devices.predicted_steps import PredictedSteps
+from crossover.reports.devices.server_step_times import server_step_times
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
 Array = npt.NDArray[np.float64]
 
-LINK_SHARE = 0.7  # of its peak bandwidth that a link reaches
 NOT_CALIBRATED = "perhaps: calibrate it"  # the reason of a CPU that was not measured
-NODE_DEVICES = 8  # maximum number that NVLink or the like connects; more are on several nodes
-NODE_LINK_GBS = 50.0  # between nodes: 400 Gbit/s for each device
-DEFAULT_LINK_GBS = 25.0  # between devices of a node, in one direction
-FAST_LINK_GBS = 100.0  # at least this is NVLink or the like, less is PCIe
 VLLM_SLOTS, LLAMA_CPP_SLOTS = 256, 16  # vLLM's default; a common setting of llama-server
 # The steps to which a step-time model is fitted: decoding sequences (up to the slots) and their
 # contexts in tokens, and prompts in tokens.
@@ -54,7 +50,8 @@ PROMPTS = (32.0, 128.0, 512.0, 2048.0)
 
 
 class Constants(msgspec.Struct, frozen=True, kw_only=True):
-    """The fitted constants of a class of devices (memory type and maker), and their error."""
+    """The fitted constants of a class of devices (memory type and maker) under llama.cpp, and their
+    error."""
 
     bandwidth_share: float  # of the datasheet's bandwidth
     peak_share: dict[str, float]  # of the datasheet's peak in decode steps, by class of format
@@ -63,14 +60,12 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     attention: float  # time of an operation of attention over that of a matrix product
     layer_seconds: float  # of a layer in a decode step
     prompt_layer_seconds: float  # of a layer in a prompt
-    row_seconds: float  # of a sequence in a step, on the host
-    hop_seconds: tuple[float, float]  # for each doubling of devices: by PCIe, by NVLink
     half_width: float  # of the 90 % band of ln(seconds)
 
 
 @cache
 def _constants_by_class() -> Mapping[str, Constants]:
-    """Return `hbm|NVIDIA` -> the constants of that memory type and maker."""
+    """Return `apple|nvidia` -> the constants of that memory type and maker."""
     file = resources.files(__package__).joinpath("step_time_constants.json")
     return msgspec.json.decode(file.read_bytes(), type=dict[str, Constants])
 
@@ -106,30 +101,36 @@ def default_slots(device: Device) -> int:
 
 def predicted_step_times(
     device: Device, spec: ModelSpec, weight_format: str, slots: int, devices: int = 1
-) -> tuple[StepTimeModel, float]:
-    """Return the step-time model of steps that `devices` share, and half the 90 % band of ln(step
-    time).
+) -> PredictedSteps:
+    """Return the step-time model of steps that `devices` share, with its uncertainty.
 
-    Raises ReportError for an unknown format, for a CPU, for a device without its 16-bit peak, and
-    for several Apple machines: llama.cpp does not share a step between them.
+    Raises ReportError for an unknown format and one that the device's engine does not have, for a
+    CPU, for a device without its 16-bit peak, and for several Apple machines: llama.cpp does not
+    share a step between them.
     """
     if device.is_cpu:
         raise ReportError(NOT_CALIBRATED)
-    if devices > 1 and not device.is_served_by_vllm:
-        raise ReportError(f"{device.name}: several machines cannot share a step. Use replicas")
     if not device.tflops.fp16:
         raise ReportError(f"{device.name}: its 16-bit peak is unknown (tflops.fp16)")
     try:
+        if device.is_served_by_vllm:
+            return server_step_times(device, spec, weight_format, devices)
         file_bytes = weight_bytes(spec, weight_format)
     except KeyError as problem:
         raise ReportError(str(problem.args[0])) from problem
+    if devices > 1:
+        raise ReportError(f"{device.name}: several machines cannot share a step. Use replicas")
+    if weight_format in GPU_FORMATS and weight_format != "bf16":
+        raise ReportError(
+            f"{device.name} runs llama.cpp, which does not have the format {weight_format}. Use a "
+            "format of GGUF files, such as Q8_0 or Q4_K_M"
+        )
     constants = constants_of(device)
-    # vLLM computes with 16 bits from weights of 4 and 8 bits.
-    compute_class = "16" if device.is_served_by_vllm else format_class(weight_format)
-    peak16 = device.tflops.fp16 * 1e12 * devices
+    compute_class = format_class(weight_format)
+    peak16 = device.tflops.fp16 * 1e12
     # As in the fit: the peak is twice the 16-bit one for the other formats, four times for fp4.
     peak = peak16 * {"16": 1, "fp4": 4}.get(compute_class, 2)
-    bandwidth = constants.bandwidth_share * device.bandwidth_gb_per_second * 1e9 * devices
+    bandwidth = constants.bandwidth_share * device.bandwidth_gb_per_second * 1e9
     token_operations = 2 * spec.active_parameters  # without attention
     cached_layers = sum(group.layers for group in spec.cache_groups)
     attention_layers = cached_layers if spec.is_recurrent else spec.layers
@@ -143,9 +144,8 @@ def predicted_step_times(
         kv_bytes = spec.kv_bytes_per_token("fp16") * rows * context
         memory = (read_bytes(rows) + constants.kv * kv_bytes) / bandwidth
         compute = token_operations * rows / (constants.peak_share[compute_class] * peak)
-        host = spec.layers * constants.layer_seconds + constants.row_seconds * rows
-        seconds: Array = np.hypot(memory, compute) + host
-        return seconds + _all_reduces(device, spec, devices, rows)
+        seconds: Array = np.hypot(memory, compute) + spec.layers * constants.layer_seconds
+        return seconds
 
     def prefill(tokens: Array) -> Array:
         """Return the seconds of prompts of so many tokens."""
@@ -154,8 +154,7 @@ def predicted_step_times(
         work = token_operations * tokens / (share * peak)
         work += constants.attention * attention / (share * peak16)
         seconds: Array = np.hypot(work, read_bytes(tokens) / bandwidth)
-        seconds += spec.layers * constants.prompt_layer_seconds
-        return seconds + _all_reduces(device, spec, devices, tokens)
+        return seconds + spec.layers * constants.prompt_layer_seconds
 
     counts = [float(count) for count in ROWS if count < slots] + [float(slots)]
     rows, context = (grid.ravel() for grid in np.meshgrid(counts, CONTEXTS))
@@ -163,22 +162,7 @@ def predicted_step_times(
     seconds = np.concatenate([decode(rows, context), prefill(prompts)])
     experts = None if spec.experts is None else spec.experts.routing
     step_times = _nearest_step_times(rows, rows * context, prompts, seconds, experts)
-    return step_times, constants.half_width
-
-
-def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -> Array:
-    """Return the seconds of all-reduces in steps of so many tokens that `devices` share."""
-    if devices == 1:
-        return np.zeros_like(tokens)
-    link = device.link_gb_per_second or DEFAULT_LINK_GBS
-    if devices > NODE_DEVICES:
-        link = min(link, NODE_LINK_GBS)
-    pcie_hop_seconds, nvlink_hop_seconds = constants_of(device).hop_seconds
-    hop_seconds = nvlink_hop_seconds if link >= FAST_LINK_GBS else pcie_hop_seconds
-    moved_bytes = 2 * (devices - 1) / devices * tokens * spec.hidden * 2
-    transfer = moved_bytes / (LINK_SHARE * link * 1e9)
-    seconds: Array = 2 * spec.layers * (hop_seconds * np.log2(devices) + transfer)
-    return seconds
+    return PredictedSteps(step_times, constants.half_width)
 
 
 def _nearest_step_times(

@@ -37,6 +37,7 @@ from crossover.reports.devices.device_capacity import (
     machine_of,
 )
 from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
@@ -300,7 +301,9 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     sd = sd_of(1 if is_factor_known else 0)
     machine = Machine(
         name=name,
-        step_times=lambda spec, weight_format, slots, devices: (server.step_times, Z_90 * sd),
+        step_times=lambda spec, weight_format, slots, devices: PredictedSteps(
+            server.step_times, Z_90 * sd
+        ),
         slots=server.settings.slots,
         grade="estimated",
         policy=server.settings,

@@ -40,7 +40,7 @@ from crossover.serving.capacity.choose_slot import (
 )
 from crossover.serving.capacity.plan_step import plan_step
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
+from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel, pairs_of
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -147,6 +147,7 @@ class _Work:
         self.prompt_tokens = 0
         self.context_tokens = 0
         self.extra_passes = 0  # those after the first of each step
+        self.token_pairs = 0.0  # counted where attention has a term of its own
 
     def waited_for_slot(self, due: Array, last_token_at: Array, slots: int) -> Flags:
         """Return which requests arrived while all slots were in use."""
@@ -170,6 +171,7 @@ class _Work:
             context_tokens=float(self.context_tokens),
             passes=float(self.steps + self.extra_passes),
             steps=self.steps,
+            token_pairs=self.token_pairs,
         )
 
 
@@ -202,10 +204,25 @@ class Simulation:
             step_times.experts.skip_probability if step_times.experts is not None else 1.0
         )
         self.shares_pass = step_times.shares_pass
+        self.pair_seconds = step_times.token_pair_seconds
+        # By the tokens of a step; []: the model has no products.
+        self.product_seconds: list[float] = []
+        if step_times.has_products:
+            self.expert_seconds = 0.0  # the products include the experts
+            tokens = np.arange(settings.slots + settings.step_tokens + 1.0)
+            self.product_seconds = step_times.product_seconds(tokens).tolist()
+        # Seconds of a step without products and without the host, by its decode rows.
+        self.row_seconds = [
+            step_times.base_seconds + step_times.row_seconds * rows
+            for rows in range(settings.slots + 1)
+        ]
+        self.host_seconds = [
+            step_times.host_seconds + step_times.host_row_seconds * rows
+            for rows in range(settings.slots + 1)
+        ]
         # Seconds of a step by the number of rows that it decodes, without reading their contexts.
         self.decode_seconds = [
-            step_times.base_seconds
-            + step_times.row_seconds * rows
+            max(self.device_seconds(rows, rows), self.host_seconds[rows])
             + self.expert_seconds * (1.0 - self.skip_probability**rows)
             for rows in range(settings.slots + 1)
         ]
@@ -225,7 +242,9 @@ class Simulation:
         # Seconds of a prompt token with its share of a pass, if whole prompts fit in a step.
         mean = max(float(uncached.mean()), 1.0) if count else 1.0
         self.piece_seconds = step_times.pass_seconds + self.expert_seconds
-        self.token_seconds = step_times.prompt_token_seconds + self.piece_seconds / mean
+        # A product takes at most the token's own time more, since the weights are read anyway.
+        self.prompt_token_cost = self.prompt_seconds + step_times.product_token_seconds
+        self.token_seconds = self.prompt_token_cost + self.piece_seconds / mean
         self.request_seconds = step_times.request_seconds or 0.0
         self.reasoning_share = reasoning_share
         # Tokens of each answer after the first. A preemption does not change them.
@@ -256,6 +275,12 @@ class Simulation:
         self.decoding: list[tuple[int, int]] = []
         self.last_step = [0] * count  # decode step of the last token, of requests that decode
         self.work = _Work(count)
+
+    def device_seconds(self, rows: int, tokens: int) -> float:
+        """Return the seconds of a step with so many decode rows and, with those of prompts, so many
+        tokens, without its contexts."""
+        products = self.product_seconds[tokens] if self.product_seconds else 0.0
+        return self.row_seconds[rows] + products
 
     def _begin_conversations(self, turns: Turns) -> None:
         """Let only those turns arrive whose time is given, and fill slots with the KV of turns that
@@ -415,15 +440,26 @@ class Simulation:
             rows = len(self.decoding)
         extra_passes = len(pieces) - (rows == 0)
         began, context_tokens = self.now, self.context_tokens
+        step_seconds = self.decode_seconds[rows]
+        if self.product_seconds:
+            device_seconds = self.device_seconds(rows, rows + prompt_tokens)
+            step_seconds = max(device_seconds, self.host_seconds[rows])
         self.now += (
-            self.decode_seconds[rows]
+            step_seconds
             + self.prompt_seconds * prompt_tokens
             + self.context_seconds * context_tokens
             + self.pass_seconds * extra_passes
         )
+        work = self.work
         if self.expert_seconds:
             self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
-        work = self.work
+        if self.pair_seconds:
+            token_pairs = sum(
+                pairs_of(tokens, self.prompt_tokens[request] - pending[request])
+                for request, tokens in pieces
+            )
+            self.now += self.pair_seconds * token_pairs
+            work.token_pairs += token_pairs
         work.steps += 1
         work.rows += rows
         work.prompt_tokens += prompt_tokens
@@ -551,10 +587,10 @@ class Simulation:
         """Return the prompt tokens that take this long: as whole prompts of the mean length, each
         with its pass, or as one piece of a longer prompt, whichever is fewer. The scheduler learns
         the cost of passes from its steps; here it is known."""
-        if self.prompt_seconds <= 0:
+        if self.prompt_token_cost <= 0:
             return None
         as_prompts = seconds / self.token_seconds
-        as_piece = (seconds - self.piece_seconds) / self.prompt_seconds
+        as_piece = (seconds - self.piece_seconds) / self.prompt_token_cost
         return int(as_piece if as_piece < as_prompts else as_prompts)
 
 

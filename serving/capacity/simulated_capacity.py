@@ -33,7 +33,7 @@ from crossover.serving.capacity.batching_simulator import (
 from crossover.serving.capacity.choose_slot import COMPUTED_TAIL, PROMPT_TAIL
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.capacity.step_time_model import StepTimeModel, pairs_of
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import Arrivals, Poisson, due_times
 from crossover.serving.workload.conversations import (
@@ -363,18 +363,19 @@ class Server:
         cached = np.maximum(self._max_cached(), lengths.cached)
         computed = np.maximum(lengths.prompt - cached, 1)
         steps = np.ceil(computed / self.settings.step_tokens)
-        ttft = step_times.base_seconds * steps + step_times.prompt_token_seconds * computed
-        context = lengths.prompt + (lengths.output - 2) / 2
-        tpot = (
-            step_times.base_seconds
-            + step_times.row_seconds
-            + step_times.context_token_seconds * context
-        )
-        if step_times.experts is not None:
+        ttft = step_times.prompt_token_seconds * computed
+        last_piece = computed - (steps - 1) * self.settings.step_tokens
+        for pieces, tokens in ((steps - 1, self.settings.step_tokens), (1, last_piece)):
+            products = step_times.product_seconds(np.asarray(tokens, dtype=np.float64))
+            device_seconds = step_times.base_seconds + products
+            ttft += pieces * np.maximum(device_seconds, step_times.host_seconds)
+        ttft += step_times.token_pair_seconds * pairs_of(computed.astype(float), cached)
+        if step_times.experts is not None and not step_times.has_products:
             pieces = 1.0 - step_times.experts.skip_probability ** (computed / steps)
             ttft += step_times.expert_seconds * steps * pieces
-            tpot += step_times.expert_seconds * step_times.experts.expected_share(1)
         ttft += step_times.request_seconds or 0.0
+        context = lengths.prompt + (lengths.output - 2) / 2
+        tpot = step_times.seconds(1, 0, 0) + step_times.context_token_seconds * context
         return Simulated(
             due=np.zeros(len(ttft)),
             ttft=ttft,

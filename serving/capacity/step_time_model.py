@@ -15,6 +15,17 @@ reads the experts that at least one of its tokens is routed to: few with one row
 16 rows. `expert` is the seconds that reading all of them takes. It is 0 for dense models, and where
 weights do not limit a step.
 
+A GPU server that is predicted from a datasheet has further terms, which are 0 for measured engines:
+
+    t = max(base + row * decode rows + products, host + host row * decode rows)
+        + prompt * prompt tokens + context * tokens of context + pair * token pairs
+    products = sqrt((weights + expert * (1 - (1 - k/E)^tokens))^2 + (product token * tokens)^2)
+
+The products are those of all tokens of a step with the weights, in one pass: one kernel reads the
+weights and multiplies at the same time. A token pair is a prompt token and a token before it, which
+attention multiplies in another kernel. A step is not shorter than the time that the host needs for
+it while the device computes.
+
 `fit_step_times` fits the six coefficients by non-negative least squares. Squared errors are divided
 by the seconds: with relative errors, a prompt of ten tokens would count as much as one of 500, and
 long prompts are those that miss an SLO. The model's error is measured on observations that are left
@@ -24,6 +35,7 @@ out of the fit (`_cross_validated_error`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -56,6 +68,7 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     passes: float = 1.0
     steps: float = 1.0
     expert_passes: float = 0.0  # the expected share of the experts that a pass reads, summed
+    token_pairs: float = 0.0  # of prompt tokens with the tokens before them
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +84,12 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_token_seconds: Seconds = 0.0
     pass_seconds: Seconds = 0.0  # of each pass of a step but the first
     expert_seconds: Seconds = 0.0  # of a pass that reads all experts
+    # The terms of predicted GPU servers. Where `product_token_seconds` is 0, there are no products.
+    weights_seconds: Seconds = 0.0  # to read all weights except the experts
+    product_token_seconds: Seconds = 0.0  # to multiply one token with the weights
+    token_pair_seconds: Seconds = 0.0  # of attention in a prompt
+    host_seconds: Seconds = 0.0  # of the host in a step, at the same time as the device
+    host_row_seconds: Seconds = 0.0  # of the host for a decode row
     experts: Routing | None = None  # None: a dense model, or an endpoint that does not say
     # Decode rows and prompts of a step read the experts together, in one pass, as on GPUs.
     shares_pass: bool = False
@@ -88,21 +107,47 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         passes: float = 1.0,
         steps: float = 1.0,
         expert_passes: float | None = None,
+        token_pairs: float | None = None,
     ) -> float:
         """Return the seconds of one step, or of several if the counts are sums over them.
 
-        `expert_passes`: None: that of equal steps with prompts of equal length.
+        `expert_passes`, `token_pairs`: None: those of equal steps with prompts of equal length, and
+        with one whole prompt in each step.
         """
-        if expert_passes is None:
+        if token_pairs is None:
+            token_pairs = pairs_of(prompt_tokens / steps) * steps
+        if self.has_products:
+            expert_passes = 0.0  # the products include the experts
+        elif expert_passes is None:
             expert_passes = self.expert_passes(rows, prompt_tokens, passes, steps)
+        device_seconds = self.base_seconds * steps + self.row_seconds * rows
+        tokens = np.array((rows + prompt_tokens) / steps)
+        device_seconds += float(self.product_seconds(tokens)) * steps
+        host_seconds = self.host_seconds * steps + self.host_row_seconds * rows
         return (
-            self.base_seconds * steps
-            + self.row_seconds * rows
+            max(device_seconds, host_seconds)
             + self.prompt_token_seconds * prompt_tokens
             + self.context_token_seconds * context_tokens
             + self.pass_seconds * (passes - steps)
             + self.expert_seconds * expert_passes
+            + self.token_pair_seconds * token_pairs
         )
+
+    @property
+    def has_products(self) -> bool:
+        """Whether weights and multiplications are combined, as in predicted GPU servers."""
+        return self.product_token_seconds > 0
+
+    def product_seconds(self, tokens: Array) -> Array:
+        """Return the seconds of the products of so many tokens of a step with the weights."""
+        if not self.has_products:
+            return np.zeros_like(tokens)
+        weights_seconds: float | Array = self.weights_seconds
+        if self.experts is not None:
+            share = 1.0 - self.experts.skip_probability**tokens
+            weights_seconds = weights_seconds + self.expert_seconds * share
+        seconds: Array = np.hypot(weights_seconds, self.product_token_seconds * tokens)
+        return seconds
 
     def expert_passes(
         self, rows: float, prompt_tokens: float, passes: float = 1.0, steps: float = 1.0
@@ -130,6 +175,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             observation.passes,
             observation.steps,
             expert_passes=observation.expert_passes,
+            token_pairs=observation.token_pairs,
         )
 
     def slower(self, factor: float) -> StepTimeModel:
@@ -151,7 +197,21 @@ COEFFICIENTS = (
     "context_token_seconds",
     "pass_seconds",
     "expert_seconds",
+    "weights_seconds",
+    "product_token_seconds",
+    "token_pair_seconds",
+    "host_seconds",
+    "host_row_seconds",
 )
+
+
+Tokens = TypeVar("Tokens", float, Array)
+
+
+def pairs_of(tokens: Tokens, tokens_before: Tokens | float = 0.0) -> Tokens:
+    """Return the token pairs of a piece of a prompt: each of its tokens with every token before
+    it, of which `tokens_before` are not in the piece."""
+    return tokens * (tokens_before + tokens / 2)
 
 
 def fit_step_times(

@@ -56,11 +56,10 @@ KV_MEMORY_SHARE = 0.92  # of the memory, less the weights, is the KV cache's
 FITTED_FILE = DATA / "fitted.json"
 SHIPPED_FILE = Path(device_step_times.__file__).with_name("step_time_constants.json")
 # What is shipped: devices by memory type and maker, `other` where no row is of the maker's.
-MEMORY_TYPES = {"gddr": "vllm", "hbm": "vllm", "apple": "llama.cpp", "uma": "llama.cpp"}
+MEMORY_TYPES = ("apple", "uma")
 MAKERS = ("nvidia", "amd", "intel", "other")
 FORMATS = {"16": "F16", "8": "Q8_0", "fp4": "FP4", "q0": "Q4_0", "kq": "Q4_K_M"}
 FORMATS |= {"k23": "Q2_K", "iq": "IQ2_XS"}
-UNPUBLISHED_MAKER = float(np.log(3))  # half width where nothing like it was published: a guess
 
 SERVING: dict[str, Constant] = {
     **ACCELERATOR,
@@ -300,11 +299,11 @@ def shipped(by: Predictor) -> dict[str, Constants]:
 
 
 def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
-    def values(name: str, fmt: str = "F16", link: float = 25.0) -> float:
-        chip = Chip(name="", memory=memory, chip=maker, gbs=1.0, link_gbs=link)
+    def values(name: str, fmt: str = "F16") -> float:
+        chip = Chip(name="", memory=memory, chip=maker, gbs=1.0)
         case = Case(
             chip=chip,
-            engine=MEMORY_TYPES[memory],
+            engine="llama.cpp",
             fmt=fmt,
             macs=0,
             layers=0,
@@ -316,31 +315,18 @@ def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
         )
         return float(f"{by.values({name: ACCELERATOR[name]}, [case])[name][0]:.6g}")
 
-    served = MEMORY_TYPES[memory] == "vllm"
-    kinds = {"16": "F16"} if served else FORMATS
     return Constants(
         bandwidth_share=values("eff"),
-        peak_share={kind: values("mfu", fmt) for kind, fmt in kinds.items()},
-        prompt_peak_share={kind: values("mfup", fmt) for kind, fmt in kinds.items()},
+        peak_share={kind: values("mfu", fmt) for kind, fmt in FORMATS.items()},
+        prompt_peak_share={kind: values("mfup", fmt) for kind, fmt in FORMATS.items()},
         kv=values("kv"),
         attention=values("atp"),
         layer_seconds=values("lat"),
         prompt_layer_seconds=values("latp"),
-        row_seconds=values("row") if served else 0.0,
-        hop_seconds=(values("comm"), values("comm", link=900.0)),
-        half_width=_widest(by, memory, maker),
+        half_width=max(
+            by.errors[f"{metric}|{memory}|llama"].half_width for metric in ("decode", "prefill")
+        ),
     )
-
-
-def _widest(by: Predictor, memory: str, maker: str) -> float:
-    """Of the classes that such a device is predicted from."""
-    names = [f"{metric}|{memory}|llama" for metric in ("decode", "prefill")]
-    if MEMORY_TYPES[memory] == "vllm":
-        if maker == "other":
-            return UNPUBLISHED_MAKER
-        own = "tpot|hbm|serve"
-        names = [own] if (memory, maker) == ("hbm", "nvidia") else [*names, own]
-    return max(by.errors[name].half_width for name in names)
 
 
 def fitted() -> Predictor:

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.reports.devices.device_step_times import DEFAULT_LINK_GBS, LINK_SHARE, format_class
+from crossover.reports.devices.device_step_times import format_class
+from crossover.reports.devices.server_step_times import DEFAULT_LINK_GBS
 
 Array = npt.NDArray[np.float64]
 Columns = Mapping[str, Array]  # by name, one value a case
@@ -39,6 +40,7 @@ _FAMILIES = {
     "trtllm": ("trtllm", "tensorrt"),
     "openvino": ("openvino", "ipex", "pytorch"),
 }
+LINK_SHARE = 0.7  # of its peak bandwidth that a link reaches
 PIECE = 512  # prompt tokens of one pass of llama.cpp
 
 

@@ -30,6 +30,16 @@ STEP_TIMES = StepTimeModel(
     pass_seconds=0.01,
 )
 # A mixture of experts whose steps are bound by reading weights.
+# As of a GPU server: products, attention by token pairs, and a host that works meanwhile.
+SERVER_STEPS = StepTimeModel(
+    base_seconds=0.002,
+    context_token_seconds=1e-7,
+    weights_seconds=0.010,
+    product_token_seconds=0.00004,
+    token_pair_seconds=2e-9,
+    host_seconds=0.004,
+    host_row_seconds=0.0005,
+)
 EXPERTS_STEP_TIMES = StepTimeModel(
     base_seconds=0.004,
     row_seconds=0.002,

@@ -48,10 +48,10 @@ def test_a_measured_model_has_its_own_step_times_and_a_bigger_one_scales_by_shap
     path: Path,
 ) -> None:
     machine = calibrated_machine(path)
-    own, narrow = machine.step_times(ladder_model("360m").spec, "Q4_0", 8, 1)
+    own, narrow, _ = machine.step_times(ladder_model("360m").spec, "Q4_0", 8, 1)
     assert own == truth(ladder_model("360m").spec)
     spec = ladder_model("3b").spec
-    scaled, wide = machine.step_times(spec, "Q4_0", 8, 1)
+    scaled, wide, _ = machine.step_times(spec, "Q4_0", 8, 1)
     for rows, prompt, context in ((1, 0, 200), (8, 0, 4000), (0, 512, 0), (4, 128, 1000)):
         assert scaled.seconds(rows, prompt, context) == pytest.approx(
             truth(spec).seconds(rows, prompt, context), rel=0.05
@@ -84,7 +84,7 @@ def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
             )
         ]
     write_machine_file(tmp_path / "machine.json", machine_file(*models))
-    step_times, half_width = calibrated_machine(tmp_path / "machine.json").step_times(
+    step_times, half_width, _ = calibrated_machine(tmp_path / "machine.json").step_times(
         spec, "Q4_0", 8, 1
     )
     assert step_times.experts == Routing(128, 8)

@@ -95,7 +95,7 @@ def test_a_mixture_needs_a_gpu_for_all_experts_and_is_as_fast_as_the_active_ones
     assert mixture.needed_bytes(0) == pytest.approx(dense.needed_bytes(0), rel=0.1)
     single_stream = [
         float(step_times.seconds(1, 0, 0))
-        for step_times, _ in (
+        for step_times, _, _ in (
             big.step_times(one.spec, "Q4_0", 16, 1)
             for one in (mixture, dense, Service(big, ladder_model("3b").spec, "Q4_0", TRAFFIC))
         )

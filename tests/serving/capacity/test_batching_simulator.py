@@ -20,6 +20,7 @@ from crossover.serving.workload.arrivals import Poisson, due_times
 from tests.fake_backend import FakeBackend
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
+    SERVER_STEPS,
     SETTINGS,
     STEP_TIMES,
     KnownServer,
@@ -226,7 +227,11 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     assert time.process_time() - began < 0.5
 
 
-@pytest.mark.parametrize("step_times", [STEP_TIMES, EXPERTS_STEP_TIMES], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "step_times",
+    [STEP_TIMES, EXPERTS_STEP_TIMES, SERVER_STEPS],
+    ids=["dense", "experts", "GPU server"],
+)
 def test_a_level_is_played_as_a_server_plays_it_step_by_step(step_times):
     rng = np.random.default_rng(4)
     due = np.cumsum(rng.exponential(0.8, 300))
@@ -242,6 +247,34 @@ def test_a_level_is_played_as_a_server_plays_it_step_by_step(step_times):
             )
 
 
+GPU_MIXTURE = msgspec.structs.replace(
+    SERVER_STEPS, expert_seconds=0.03, experts=Routing(128, 8), shares_pass=True
+)
+
+
+def test_a_step_with_a_prompt_multiplies_all_its_tokens_together():
+    settings = SchedulerSettings(
+        slots=8, prefill_tokens=2048, step_tokens=2048, step_seconds_target=None
+    )
+    due, lengths = [0.0, 0.1], ([50, 300], [9, 1])
+    steps = msgspec.structs.replace(GPU_MIXTURE, base_seconds=1.0)  # the second comes in step 1
+    played = simulate(steps, settings, due, *lengths)
+    first = steps.seconds(0, 50, 0)
+    second = steps.seconds(1, 300, 50)
+    assert played.ttft[0] == pytest.approx(first)
+    assert played.ttft[1] == pytest.approx(first + second - 0.1)
+
+
+def test_pieces_of_a_prompt_attend_to_the_pieces_before_them():
+    settings = SchedulerSettings(slots=1, step_tokens=512)
+    played = simulate(SERVER_STEPS, settings, [0.0], [1200], [1])
+    expected = sum(
+        SERVER_STEPS.seconds(0, tokens, 0, token_pairs=tokens * (before + tokens / 2))
+        for tokens, before in ((512, 0), (512, 512), (176, 1024))
+    )
+    assert played.ttft[0] == pytest.approx(expected)
+
+
 def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
     step_times = msgspec.structs.replace(EXPERTS_STEP_TIMES, shares_pass=True)
     settings = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)
@@ -252,12 +285,17 @@ def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
     assert apart.ttft[0] - played.ttft[0] == pytest.approx(2 * step_times.expert_seconds, rel=0.05)
 
 
-def test_single_streams_of_a_mixture_are_the_same_in_closed_form():
+@pytest.mark.parametrize(
+    "step_times",
+    [EXPERTS_STEP_TIMES, SERVER_STEPS, GPU_MIXTURE],
+    ids=["experts", "GPU server", "experts on a GPU server"],
+)
+def test_single_streams_are_the_same_in_closed_form(step_times):
     lengths = Lengths(np.array([30, 700]), np.array([5, 20]), np.array([0, 0]))
     settings = SchedulerSettings(step_tokens=512)
-    single_stream = Server(EXPERTS_STEP_TIMES, settings, lengths).unloaded()
+    single_stream = Server(step_times, settings, lengths).unloaded()
     for number in range(2):
         own = [lengths.prompt[number]], [lengths.output[number]]
-        played = simulate(EXPERTS_STEP_TIMES, settings, [0.0], *own)
+        played = simulate(step_times, settings, [0.0], *own)
         assert single_stream.ttft[number] == pytest.approx(played.ttft[0], rel=0.01)
         assert single_stream.tpot[number] == pytest.approx(played.tpot[0])

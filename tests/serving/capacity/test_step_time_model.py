@@ -6,7 +6,7 @@ import pytest
 
 from crossover.serving.capacity.step_time_model import COEFFICIENTS, StepObservation, fit_step_times
 from crossover.serving.errors import WorkloadError
-from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
+from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SERVER_STEPS, STEP_TIMES
 
 
 def seen(step_times, count=60, noise=0.0, seed=1):
@@ -110,3 +110,15 @@ def test_a_slower_machine_takes_longer_for_every_step():
 def test_too_few_observations_are_an_error():
     with pytest.raises(WorkloadError, match="4 observations are too few"):
         fit_step_times(seen(STEP_TIMES, 4))
+
+
+def test_weights_and_multiplications_overlap_and_attention_is_added():
+    seconds = SERVER_STEPS.seconds(rows=10, prompt_tokens=450, context_tokens=1e4)
+    products = (0.010**2 + (0.00004 * 460) ** 2) ** 0.5
+    assert seconds == pytest.approx(0.002 + products + 1e4 * 1e-7 + 2e-9 * 450**2 / 2)
+    assert SERVER_STEPS.seconds(20, 900, 2e4, passes=2, steps=2) == pytest.approx(2 * seconds)
+
+
+def test_a_step_is_not_shorter_than_the_host_needs():
+    assert SERVER_STEPS.seconds(100, 0, 0) == pytest.approx(0.004 + 0.0005 * 100)
+    assert SERVER_STEPS.seconds(1, 0, 0) > 0.0045
