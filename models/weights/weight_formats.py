@@ -198,11 +198,11 @@ def bytes_of_pass(spec: ModelSpec, weight_format: str) -> tuple[float, float]:
 
 def known_format(text: str) -> str:
     """Return a weight format with upper and lower case corrected. It may be any format that
-    Crossover writes, that a GGUF file may have, or that a GPU server may have.
+    Crossover writes or that a GGUF file may have.
 
     Raises UnsupportedModel for an unknown format; the message suggests similar ones.
     """
-    names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *GPU_FORMATS, *gguf_names())))
+    names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *gguf_names())))
     if text in names:  # BF16 is a format of GGUF files, bf16 one of safetensors
         return text
     by_letters = {name.lower(): name for name in reversed(names)}
@@ -213,3 +213,17 @@ def known_format(text: str) -> str:
     examples = ("Q4_0", "Q4_K_M", "Q8_0", "int4", "int8", "bf16")
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Examples: {', '.join(examples)}."
     raise UnsupportedModel(f"{text!r} is not a known weight format. {hint}")
+
+
+def known_gpu_format(text: str) -> str:
+    """Return a weight format of GPUs with upper and lower case corrected: one of GPU_FORMATS, or a
+    format that `known_format` knows. Raises UnsupportedModel for an unknown format."""
+    if text.lower() in GPU_FORMATS:
+        return text.lower()
+    try:
+        return known_format(text)
+    except UnsupportedModel as problem:
+        raise UnsupportedModel(
+            f"{text!r} is not a known weight format of GPUs. Available formats: "
+            f"{', '.join(GPU_FORMATS)}, and those of GGUF files"
+        ) from problem

@@ -254,7 +254,7 @@ def no_capacity_note(rows: Sequence[Sequence[TableCell]]) -> str:
 
 
 def _takeover_cell(answer: ModelAnswer) -> TableCell:
-    """Return `NVIDIA T4: 12/s, $0.53/h`."""
+    """Return `NVIDIA L4: 12/s, $0.80/h in bf16; 20/s in fp8`."""
     takeover, gpu = answer.takeover, answer.takeover_gpu
     if takeover is None:
         return TableCell(text="not known")
@@ -266,10 +266,18 @@ def _takeover_cell(answer: ModelAnswer) -> TableCell:
     interval = formatting.rate_interval(gpu.low, gpu.high, unit_rate)
     detail = (
         f"the cheapest GPU that serves {required_rate} with 90 % confidence; predicted capacity "
-        f"{rate} ({interval}) from its datasheet, weights in 16 bits"
+        f"{rate} ({interval}) from its datasheet"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
-    return TableCell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)
+    text = f"{gpu.name}: {rate}, {price} in {takeover.weight_format}"
+    if narrow := takeover.narrow_gpu:
+        narrow_rate = formatting.rate(narrow.rate, like=unit_rate)
+        beside = f"{narrow_rate} in {takeover.narrow_format}"
+        if narrow.name != gpu.name:
+            narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
+            beside = f"{narrow.name}: {narrow_rate}, {narrow_price} in {takeover.narrow_format}"
+        text += f"; {beside}"
+    return TableCell(text=text, grade="predicted", detail=detail)
 
 
 def _price_cell(data: ReportData) -> TableCell:

@@ -19,6 +19,7 @@ import math
 
 import msgspec
 
+from crossover.models import formatting
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.devices.device_capacity import (
     SLOW_STEPS,
@@ -39,6 +40,7 @@ from crossover.serving.capacity.slo import Slo
 MIN_GAIN = 1.1  # times the CPU's estimated capacity, which a takeover GPU serves at least
 MIN_RATE = 1 / 3600  # requests/s that it serves at least: one an hour
 GPU_FORMAT = "bf16"  # the weight format in which a GPU is assumed to serve
+NARROW_FORMAT = "fp8"  # the one beside it: CPUs usually serve in 8 or 4 bits
 
 
 class Takeover(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,24 @@ class Takeover(msgspec.Struct, frozen=True, kw_only=True):
 
     rate: float  # requests/s that the GPU must serve
     gpu: DeviceCapacity | None
+    weight_format: str = GPU_FORMAT
+    narrow_gpu: DeviceCapacity | None = None  # which takes over in NARROW_FORMAT; None: no GPU
+    narrow_format: str = NARROW_FORMAT
     reason: str = ""
+
+    @property
+    def price_words(self) -> str:
+        """Return `NVIDIA L40S ($1.86/h in bf16; in fp8 NVIDIA L4, $0.80/h)`."""
+        if self.gpu is None:
+            return ""
+        narrow, price = self.narrow_gpu, formatting.dollars_per_hour(self.gpu.dollars_per_hour)
+        if narrow is None:
+            return f"{self.gpu.name} ({price} in {self.weight_format})"
+        if narrow.name == self.gpu.name:
+            return f"{self.gpu.name} ({price} in {self.weight_format} or {self.narrow_format})"
+        narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
+        beside = f"in {self.narrow_format} {narrow.name}, {narrow_price}"
+        return f"{self.gpu.name} ({price} in {self.weight_format}; {beside})"
 
 
 def choose_takeover(cell: CellData, slo: Slo) -> Takeover | None:
@@ -60,16 +79,34 @@ def choose_takeover(cell: CellData, slo: Slo) -> Takeover | None:
     if spec is None or traffic is None or cell.estimated_rate is None or cell.side == GPU:
         return None
     required_rate = max(cell.estimated_rate * MIN_GAIN, MIN_RATE)
+    # NARROW_FORMAT is nowhere slower than GPU_FORMAT, so its offer is found first.
+    capacities: dict[str, DeviceCapacity] = {}
+    wanted_formats = [NARROW_FORMAT, GPU_FORMAT]
     for device, count in _offers():
-        service = Service(machine_of(device), spec, GPU_FORMAT, traffic, count)
-        try:
-            if certainty_of(service, slo, required_rate) == "yes":
-                return Takeover(rate=required_rate, gpu=capacity_of(service, slo))
-        except ReportError:  # its memory does not suffice, or its peak is not known
-            continue
+        while wanted_formats:
+            service = Service(machine_of(device), spec, wanted_formats[0], traffic, count)
+            if not _serves(service, slo, required_rate):
+                break
+            capacities[wanted_formats.pop(0)] = capacity_of(service, slo)
+    reason = ""
+    if GPU_FORMAT not in capacities:
+        reason = f"no GPU of the catalog serves it in {GPU_FORMAT} with 90 % confidence"
+        if NARROW_FORMAT in capacities:
+            reason += f"; in {NARROW_FORMAT} {capacities[NARROW_FORMAT].name} does"
     return Takeover(
-        rate=required_rate, gpu=None, reason="no GPU of the catalog serves it with 90 % confidence"
+        rate=required_rate,
+        gpu=capacities.get(GPU_FORMAT),
+        narrow_gpu=capacities.get(NARROW_FORMAT),
+        reason=reason,
     )
+
+
+def _serves(service: Service, slo: Slo, rate: float) -> bool:
+    """Return whether a service meets the SLO at this rate with 90 % confidence."""
+    try:
+        return certainty_of(service, slo, rate) == "yes"
+    except ReportError:  # its memory does not suffice, or its peak is not known
+        return False
 
 
 def _offers() -> list[tuple[Device, int]]:

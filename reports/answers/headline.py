@@ -15,7 +15,6 @@ from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
 from crossover.models import formatting
 from crossover.reports.answers.binding_limits import taken_share_of
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 
@@ -54,11 +53,11 @@ def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, s
     for larger in measured[largest_index + 1 :]:
         if _misses_unloaded(larger.cell_on(side)):
             return f"{serves}{_needs_gpu(larger)}."
-    if answer.takeover_gpu is not None:
-        gpu = answer.takeover_gpu
+    if answer.takeover is not None and answer.takeover.gpu is not None:
+        gpu, priced = answer.takeover.gpu, answer.takeover.price_words
         capacity = f"about {formatting.rate(cell.estimated_rate, like=cell.unit_rate)}"
         above = capacity if cell.confirmed_rate else "that"
-        return f"{serves}; above {above} {_article(gpu.name)} {_priced(gpu)} takes over."
+        return f"{serves}; above {above} {_article(gpu.name)} {priced} takes over."
     return f"{serves}."
 
 
@@ -175,16 +174,13 @@ def _both_rates(cell: CellData) -> str:
 
 
 def _needs_gpu(answer: ModelAnswer) -> str:
-    """Return `; llama-3.1-8b needs a GPU: NVIDIA L4 ($0.80/h)`; "" if it ran on a GPU."""
+    """Return `; llama-3.1-8b needs a GPU: NVIDIA L4 ($0.80/h in bf16 or fp8)`; "" if it ran on a
+    GPU."""
     if answer.cpu is None:
         return ""
-    gpu = answer.takeover_gpu
-    name_and_price = "" if gpu is None else f": {_priced(gpu)}"
+    priced = "" if answer.takeover is None else answer.takeover.price_words
+    name_and_price = f": {priced}" if priced else ""
     return f"; {answer.model} needs a GPU{name_and_price}"
-
-
-def _priced(gpu: DeviceCapacity) -> str:
-    return f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)})"
 
 
 def _article(name: str) -> str:

@@ -47,6 +47,9 @@ class QuickTakeover(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     rate: float | None = None
     dollars_per_hour: float | None = None
+    weight_format: str | None = None  # in which it serves that rate
+    narrow_format: str | None = None  # the format beside it, and the GPU that serves in it
+    narrow_name: str | None = None
     reason: str = ""
 
 
@@ -236,4 +239,12 @@ def _takeover_of(cell: CellData, slo: Slo) -> QuickTakeover:
     if takeover.gpu is None:
         return QuickTakeover(reason=takeover.reason)
     gpu = takeover.gpu
-    return QuickTakeover(name=gpu.name, rate=gpu.rate, dollars_per_hour=gpu.dollars_per_hour)
+    narrow = takeover.narrow_gpu
+    return QuickTakeover(
+        name=gpu.name,
+        rate=gpu.rate,
+        dollars_per_hour=gpu.dollars_per_hour,
+        weight_format=takeover.weight_format,
+        narrow_format=None if narrow is None else takeover.narrow_format,
+        narrow_name=None if narrow is None else narrow.name,
+    )

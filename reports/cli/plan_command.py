@@ -38,6 +38,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     rate: float | None = None
     slo: str | None = None
+    gpu_format: str | None = None
     device: list[str] | None = None
     run: list[Path] | None = None
     price: float | None = None
@@ -103,7 +104,12 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
     model = options.model
     if model is not None and Path(model).exists() and find_ladder_model(model) is None:
         model = str(Path(model).absolute())
-    replacements = {"model": model, "slo": options.slo, "devices": options.device or None}
+    replacements = {
+        "model": model,
+        "slo": options.slo,
+        "gpu_format": options.gpu_format,
+        "devices": options.device or None,
+    }
     tables |= {name: value for name, value in replacements.items() if value is not None}
     if options.rate is not None:
         forecast = tables.get("forecast", {})

@@ -203,7 +203,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     high: float | None = None
     reason: str = ""
-    width_reason: str = ""  # why the interval is wider than usual, as a phrase; "": it is not
+    notes: tuple[str, ...] = ()  # what a reader must know of a prediction, as phrases
     ttft_seconds: float | None = None  # medians at `rate`
     tpot_seconds: float | None = None
     memory_bytes: float | None = None  # that serving takes on all devices together
@@ -275,7 +275,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         watts=None if watts is None else watts * count,
     )
     try:
-        width_reason = service.predicted_steps().reason
+        notes = service.predicted_steps().notes
         low = _crossing(simulation_of(service, SLOW_STEPS), slo)
         rate = _crossing(simulation_of(service, EXPECTED_STEPS), slo)
         high = _crossing(simulation_of(service, FAST_STEPS), slo)
@@ -289,7 +289,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         low=low,
         rate=rate,
         high=high,
-        width_reason=width_reason,
+        notes=notes,
         memory_bytes=memory_bytes,
     )
     if not rate:

@@ -9,6 +9,7 @@ entry there replaces the shipped one of its name. `crossover plan --devices` lis
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -207,8 +208,11 @@ def device_named(name: str) -> Device:
     if len(matches) == 1:
         return matches[0]
     if not matches:
+        by_name = {device.name.casefold(): device.name for device in devices()}
+        near = [by_name[match] for match in difflib.get_close_matches(folded_name, by_name, 3)]
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise ReportError(
-            f"The device {name!r} is unknown. `crossover plan --devices` lists all devices."
+            f"The device {name!r} is unknown. {hint}`crossover plan --devices` lists all devices."
         )
     names = ", ".join(device.name for device in matches[:6])
     raise ReportError(f"The device {name!r} is ambiguous. Give one of: {names}")

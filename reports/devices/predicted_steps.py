@@ -12,4 +12,5 @@ class PredictedSteps(NamedTuple):
 
     step_times: StepTimeModel
     half_width: float
-    reason: str = ""  # why the band is wider than usual, as a phrase; "": it is not
+    # What a reader must know of it, as phrases: why the band is wide, and how a format is computed.
+    notes: tuple[str, ...] = ()

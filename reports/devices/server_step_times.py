@@ -130,8 +130,13 @@ def server_step_times(
         shares_pass=spec.experts is not None,
         request_seconds=constants.request_seconds,
     )
+    notes = []
     reason = _wide_because(device, spec, devices)
-    return PredictedSteps(step_times, WIDE_HALF_WIDTH if reason else HALF_WIDTH, reason)
+    if reason:
+        notes.append(f"{reason}, so its interval is a factor of 3 to either side")
+    if weight_format in PRODUCTS_BY_FORMAT and products is PRODUCTS_OF_16_BITS:
+        notes.append(f"it does not multiply in {weight_format}, and computes in 16 bits")
+    return PredictedSteps(step_times, WIDE_HALF_WIDTH if reason else HALF_WIDTH, notes=tuple(notes))
 
 
 def _all_reduces(
@@ -154,9 +159,9 @@ def _all_reduces(
 def _wide_because(device: Device, spec: ModelSpec, devices: int) -> str:
     """Return why the band is a factor of 3, as a phrase; "": it is not."""
     if device.maker != "nvidia":
-        return "few servers of this maker have been measured"
+        return "no server of its maker was measured"
     if spec.active_parameters < HOST_BOUND_PARAMETERS:
-        return "the speed of the host decides below 2B parameters"
+        return "the host decides the speed of models below 2B parameters"
     if devices > 1 and not device.has_peer_copies:
-        return "these cards cannot copy to each other directly"
+        return "such cards cannot copy to each other directly"
     return ""

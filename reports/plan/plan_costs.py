@@ -121,6 +121,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     energy_unknown: bool = False  # `dollars` lacks the energy of owned machines of unknown power
     grade: CapacityGrade = msgspec.field(name="known_by")  # of its capacity
     note: str = ""
+    # What a reader must know of the prediction of the rented machine, as phrases.
+    notes: tuple[str, ...] = ()
     label: str = ""  # Candidate.label of the machine that you have
 
     @property
@@ -210,7 +212,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         name=question.keys.name,
         model=question.spec.name,
         weight_format=question.weight_format,
-        gpu_format=question.keys.gpu_format,
+        gpu_format=question.gpu_format,
         lengths=question.lengths,
         slo=question.slo,
         peak_rate=question.forecast.peak_rate,
@@ -312,6 +314,7 @@ def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Opt
         energy_unknown=kwh is None and machine.is_paid,
         grade=machine.grade,
         note=machine.reason or (f"serves {served_rate}" if machine.low else ""),
+        notes=machine.notes,
         label=machine.label,
     )
 
@@ -392,6 +395,7 @@ def _with_rented(
         energy_unknown=pays_own_energy and count is not None and own_kwh is None,
         grade=rented.grade,
         note=note,
+        notes=rented.notes,
         label="" if own is None else own.label,
     )
 

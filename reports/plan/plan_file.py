@@ -25,7 +25,7 @@ from crossover.models.errors import CrossoverError, UnsupportedModel
 from crossover.models.identity.identify_model import ModelIdentity, identify
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.models.weights.weight_formats import known_format
+from crossover.models.weights.weight_formats import known_format, known_gpu_format
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.serving.capacity.simulated_capacity import Demand
@@ -119,6 +119,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     folder: Path  # paths in the file are relative to it
     weight_format: str  # on CPUs
 
+    @property
+    def gpu_format(self) -> str:
+        """The weight format on GPUs."""
+        return known_gpu_format(self.keys.gpu_format)
+
 
 def read_question(
     raw: Mapping[str, Any], folder: Path = Path(), measured_spec: ModelSpec | None = None
@@ -195,12 +200,14 @@ def _problems(keys: PlanFile) -> Iterator[str]:
         yield "forecast.requests_per_user: users and requests_per_user must both be given"
     if isinstance(forecast.day, list) and not any(forecast.day):
         yield f"forecast.day needs a rate above 0, got {forecast.day}"
-    cpu_format = keys.format or DEFAULT_FORMAT
-    for name, weight_format in (("format", cpu_format), ("gpu_format", keys.gpu_format)):
-        try:
-            known_format(weight_format)
-        except UnsupportedModel as problem:
-            yield f"{name}: {problem}"
+    try:
+        known_format(keys.format or DEFAULT_FORMAT)
+    except UnsupportedModel as problem:
+        yield f"format: {problem}"
+    try:
+        known_gpu_format(keys.gpu_format)
+    except UnsupportedModel as problem:
+        yield f"gpu_format: {problem}"
     for number, machine in enumerate(keys.machines):
         source_keys = [
             name for name in ("run", "file", "device") if getattr(machine, name) is not None

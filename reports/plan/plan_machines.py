@@ -121,7 +121,7 @@ def candidates_of(
         if device.name in your_prices:
             price = your_prices[device.name]
             machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        candidates.append(_predicted_candidate(question, machine, question.keys.gpu_format))
+        candidates.append(_predicted_candidate(question, machine, question.gpu_format))
     return candidates
 
 
@@ -144,7 +144,7 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
             candidates = [_predicted_candidate(question, machine, question.weight_format)]
         else:
             machine = machine_of(device_named(str(keys.device)))
-            candidates = [_predicted_candidate(question, machine, question.keys.gpu_format)]
+            candidates = [_predicted_candidate(question, machine, question.gpu_format)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
     # The file's name and watts describe the machine, not one of its devices.

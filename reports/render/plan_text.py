@@ -34,7 +34,8 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         console.print()
         console.print(terminal_table(_options(plan)))
         console.print()
-        sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan), "", *_explanations(plan)]
+        sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan)]
+        sentences += [*_notes(plan), "", *_explanations(plan)]
         for sentence in sentences:
             console.print(sentence)
     return output.get().rstrip()
@@ -138,9 +139,23 @@ def _unknown(plan: Plan) -> Iterator[str]:
         yield f"Unknown: {'; '.join(plan.unknown[:2])}."
 
 
+def _notes(plan: Plan) -> Iterator[str]:
+    """Yield what a reader must know of predicted machines, each phrase once with its machines."""
+    machines_by_note: dict[str, list[str]] = {}
+    for option in plan.rows:
+        for note in option.notes:
+            machine = option.machine_above or option.machine
+            machines = machines_by_note.setdefault(note, [])
+            if machine not in machines:
+                machines.append(machine)
+    for note, machines in machines_by_note.items():
+        yield f"{', '.join(machines)}: {note}."
+
+
 def _explanations(plan: Plan) -> Iterator[str]:
     """Yield what the words and numbers of the table mean."""
-    yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}."
+    formats = f"{plan.weight_format} on CPUs, {plan.gpu_format} on GPUs that were not measured"
+    yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}. Weights: {formats}."
     yield (
         "Meets the SLO: yes, with at least 90 % confidence; perhaps, with 10 to 90 %. Basis: "
         "confirmed, a load level at this rate ran on it; estimated, simulated from times measured "

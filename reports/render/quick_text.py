@@ -48,7 +48,10 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
     else:
         rate = formatting.of_requests(formatting.rate(gpu.rate))
         price = formatting.dollars_per_hour(gpu.dollars_per_hour)
-        yield "Takeover GPU", f"{gpu.name}: {rate}, {price}", "predicted"
+        words = f"{gpu.name}: {rate}, {price} in {gpu.weight_format}"
+        if gpu.narrow_name is not None:
+            words += f"; in {gpu.narrow_format} {gpu.narrow_name}"
+        yield "Takeover GPU", words, "predicted"
 
 
 def _users_in_words(users: Users) -> str:
