@@ -112,17 +112,24 @@ def topics() -> list[str]:
     return lines
 
 
-def plan_output(name: str) -> str:
-    """What `crossover plan` says to a file of docs/plan-examples."""
+def plan_output(name: str, **keys: str) -> str:
+    """What `crossover plan` says to a file of docs/plan-examples, with other `keys`."""
     folder = ROOT / "docs" / "plan-examples"
-    question = question_of_tables(read_toml(folder / f"{name}.toml", BadPlan)[0], folder)
+    tables = read_toml(folder / f"{name}.toml", BadPlan)[0] | keys
+    question = question_of_tables(tables, folder)
     plan_text = as_text(make_plan(question, candidates_of(question)), 110)
     return "\n".join(line.rstrip() for line in plan_text.splitlines())
 
 
-def in_a_block(name: str) -> list[str]:
+def in_a_block(name: str, **keys: str) -> list[str]:
     """The output of a plan as a block of Markdown."""
-    return ["```", *plan_output(name).splitlines(), "```"]
+    return ["```", *plan_output(name, **keys).splitlines(), "```"]
+
+
+def first_part(name: str, **keys: str) -> list[str]:
+    """The output of a plan up to the explanations, as a block of Markdown."""
+    sentence, table, *_ = plan_output(name, **keys).split("\n\n")
+    return ["```", *sentence.splitlines(), "", *table.splitlines(), "```"]
 
 
 def families() -> list[str]:
@@ -194,7 +201,11 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
-    "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
+    "docs/plan.md": {
+        "mlperf": partial(in_a_block, "mlperf-8b"),
+        "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
+        "keys": plan_keys,
+    },
     "docs/models.md": {"families": families, "shapes": shapes},
     "docs/report.md": {"topics": topics, "quantities": quantities},
 }

@@ -254,7 +254,7 @@ def no_capacity_note(rows: Sequence[Sequence[TableCell]]) -> str:
 
 
 def _takeover_cell(answer: ModelAnswer) -> TableCell:
-    """Return `NVIDIA L4: 12/s, $0.80/h in bf16; 20/s in fp8`."""
+    """Return `NVIDIA L40S: 12/s, $1.86/h in bf16 (NVIDIA L4, $0.80/h in fp8)`."""
     takeover, gpu = answer.takeover, answer.takeover_gpu
     if takeover is None:
         return TableCell(text="not known")
@@ -271,12 +271,11 @@ def _takeover_cell(answer: ModelAnswer) -> TableCell:
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
     text = f"{gpu.name}: {rate}, {price} in {takeover.weight_format}"
     if narrow := takeover.narrow_gpu:
-        narrow_rate = formatting.rate(narrow.rate, like=unit_rate)
-        beside = f"{narrow_rate} in {takeover.narrow_format}"
+        beside = f"or {takeover.narrow_format}"
         if narrow.name != gpu.name:
             narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
-            beside = f"{narrow.name}: {narrow_rate}, {narrow_price} in {takeover.narrow_format}"
-        text += f"; {beside}"
+            beside = f"({narrow.name}, {narrow_price} in {takeover.narrow_format})"
+        text += f" {beside}"
     return TableCell(text=text, grade="predicted", detail=detail)
 
 

@@ -43,6 +43,13 @@ GPU_FORMAT = "bf16"  # the weight format in which a GPU is assumed to serve
 NARROW_FORMAT = "fp8"  # the one beside it: CPUs usually serve in 8 or 4 bits
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """A GPU, or several that share each step, and its price."""
+
+    name: str
+    dollars_per_hour: float | None
+
+
 class Takeover(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU that takes over from the CPU of a configuration: predicted. Where `gpu` is None,
     `reason` says why."""
@@ -50,7 +57,7 @@ class Takeover(msgspec.Struct, frozen=True, kw_only=True):
     rate: float  # requests/s that the GPU must serve
     gpu: DeviceCapacity | None
     weight_format: str = GPU_FORMAT
-    narrow_gpu: DeviceCapacity | None = None  # which takes over in NARROW_FORMAT; None: no GPU
+    narrow_gpu: Offer | None = None  # the GPU that takes over in NARROW_FORMAT; None: no GPU
     narrow_format: str = NARROW_FORMAT
     reason: str = ""
 
@@ -80,25 +87,23 @@ def choose_takeover(cell: CellData, slo: Slo) -> Takeover | None:
         return None
     required_rate = max(cell.estimated_rate * MIN_GAIN, MIN_RATE)
     # NARROW_FORMAT is nowhere slower than GPU_FORMAT, so its offer is found first.
-    capacities: dict[str, DeviceCapacity] = {}
-    wanted_formats = [NARROW_FORMAT, GPU_FORMAT]
+    narrow_gpu: Offer | None = None
     for device, count in _offers():
-        while wanted_formats:
-            service = Service(machine_of(device), spec, wanted_formats[0], traffic, count)
-            if not _serves(service, slo, required_rate):
-                break
-            capacities[wanted_formats.pop(0)] = capacity_of(service, slo)
-    reason = ""
-    if GPU_FORMAT not in capacities:
-        reason = f"no GPU of the catalog serves it in {GPU_FORMAT} with 90 % confidence"
-        if NARROW_FORMAT in capacities:
-            reason += f"; in {NARROW_FORMAT} {capacities[NARROW_FORMAT].name} does"
-    return Takeover(
-        rate=required_rate,
-        gpu=capacities.get(GPU_FORMAT),
-        narrow_gpu=capacities.get(NARROW_FORMAT),
-        reason=reason,
-    )
+        if narrow_gpu is None:
+            narrow = Service(machine_of(device), spec, NARROW_FORMAT, traffic, count)
+            if not _serves(narrow, slo, required_rate):
+                continue
+            name = device.name if count == 1 else f"{count} x {device.name}"
+            price = device.dollars_per_hour
+            narrow_gpu = Offer(name, None if price is None else price * count)
+        service = Service(machine_of(device), spec, GPU_FORMAT, traffic, count)
+        if _serves(service, slo, required_rate):
+            gpu = capacity_of(service, slo)
+            return Takeover(rate=required_rate, gpu=gpu, narrow_gpu=narrow_gpu)
+    reason = f"no GPU of the catalog serves it in {GPU_FORMAT} with 90 % confidence"
+    if narrow_gpu is not None:
+        reason += f"; in {NARROW_FORMAT} {narrow_gpu.name} does"
+    return Takeover(rate=required_rate, gpu=None, narrow_gpu=narrow_gpu, reason=reason)
 
 
 def _serves(service: Service, slo: Slo, rate: float) -> bool:

@@ -76,7 +76,8 @@ class Traffic(msgspec.Struct, frozen=True):
 
     demand: Demand
     # Devices that were not measured are assumed to find as much of prompts in their cache, to spend
-    # as much on reasoning, and to need as much time outside the engine. None: not measured.
+    # as much on reasoning and, unless their own is known, to need as much time outside the engine.
+    # None: not measured.
     server: ServerModel | None = None
 
     @property

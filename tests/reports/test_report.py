@@ -123,6 +123,17 @@ def test_the_takeover_gpu_has_a_higher_low_end_than_the_cpus_capacity() -> None:
         )
 
 
+def test_the_takeover_gpu_is_named_in_two_weight_formats() -> None:
+    for answer in shown()[2]:
+        takeover = answer.takeover
+        assert takeover is not None and takeover.gpu is not None and takeover.narrow_gpu is not None
+        assert takeover.weight_format == "bf16" and takeover.narrow_format == "fp8"
+        narrow_price = takeover.narrow_gpu.dollars_per_hour
+        assert narrow_price is not None and takeover.gpu.dollars_per_hour is not None
+        assert narrow_price <= takeover.gpu.dollars_per_hour
+        assert "in bf16" in takeover.price_words and "fp8" in takeover.price_words
+
+
 def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     _, data, answers = shown()
     sections = sections_of(data, answers)

@@ -23,7 +23,7 @@ from tests.reports.runs import shown
 
 def make_question(rate: float = 1.0, **more: object) -> Question:
     forecast = {"peak_rate": rate, **more.pop("forecast", {})}  # type: ignore[dict-item]
-    return read_question({"model": "1b", "forecast": forecast, **more})
+    return read_question({"model": "1b", **more, "forecast": forecast})
 
 
 def machine(
@@ -145,6 +145,12 @@ def test_the_example_is_short_and_can_be_read() -> None:
         ({"model": "9x"}, "9x"),
         ({"spares": -1}, "spares must be at least 0, got -1"),
         ({"format": "Q9"}, "format: 'Q9' is not a known weight format"),
+        ({"format": "fp8"}, "format: 'fp8' is not a known weight format"),
+        (
+            {"gpu_format": "fp9"},
+            "gpu_format: 'fp9' is not a known weight format of GPUs. Available formats: bf16, fp8, "
+            "w8a8, w8a16, w4a16, fp4",
+        ),
         ({"slo": "fast"}, "SLO preset 'fast' does not exist"),
         ({"machines": [{"owned": 2}]}, "machines[0]: give one of run, file, device; got none"),
         ({"prices": {"NVIDIA L4": -1}}, "prices.NVIDIA L4 must be above 0, got -1"),
@@ -239,3 +245,31 @@ def test_of_another_question_a_run_whose_speed_moved_knows_less(tmp_path: Path) 
         return candidate.high / candidate.low
 
     assert width(tmp_path) > 1.1 * width(folder)
+
+
+def test_a_format_of_gpus_changes_memory_and_capacity_and_says_what_a_card_computes_in() -> None:
+    def candidate(gpu_format: str) -> Candidate:
+        question = make_question(1.0, model="8b", gpu_format=gpu_format, devices=["NVIDIA L40S"])
+        (only,) = candidates_of(question)
+        assert only.rate is not None and only.memory_bytes is not None
+        return only
+
+    wide, narrow, stored = candidate("bf16"), candidate("FP8"), candidate("fp4")
+    assert (narrow.rate or 0) > 1.3 * (wide.rate or 0)
+    assert (wide.memory_bytes or 0) > 6e9 + (narrow.memory_bytes or 0)
+    assert not wide.notes and not narrow.notes
+    assert stored.notes == ("it does not multiply in fp4, and computes in 16 bits",)
+    made = make_plan(make_question(1.0, model="8b", gpu_format="fp4"), [stored])
+    text = as_text(made, 200)
+    assert "NVIDIA L40S: it does not multiply in fp4, and computes in 16 bits." in text
+    assert "Weights: Q4_0 on CPUs, fp4 on GPUs that were not measured." in text
+
+
+def test_an_interval_that_is_wide_has_its_reason_beside_it() -> None:
+    (small,) = candidates_of(make_question(1.0, devices=["NVIDIA L4"]))
+    text = as_text(make_plan(make_question(1.0), [small]), 200)
+    assert (
+        "NVIDIA L4: the host decides the speed of models below 2B parameters, so its interval is "
+        "a factor of 3 to either side." in text
+    )
+    assert small.low and small.high and small.high > 4 * small.low
