@@ -131,6 +131,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         capacity = cell.capacity
         if capacity is None:
             continue
+        for text in (disturbance_words(capacity), contradiction_words(capacity)):
+            if text:
+                notes.append(f"{_name(cell, data)}: {text[:1].lower()}{text[1:]}")
         if text := speed_words(capacity):
             advice = "The interval covers both speeds. Measure again at another time."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
