@@ -51,7 +51,9 @@ MAX_LEVELS = 2  # on one server start: a level at 0.8 of the estimate, and one m
 MAX_TRIES = 4  # levels while no rate is confirmed
 MAX_SINGLE_STREAM_LEVELS = 4  # a few slow requests alone do not prove that the SLO is missed
 MIN_TRY_SHARE = 0.5  # of the estimate: levels at lower rates do not count as tries
-MAX_DISTURBED = 2  # levels at one rate that missed the SLO while disturbed: the first and its repeat
+MAX_DISTURBED = (
+    2  # levels at one rate that missed the SLO while disturbed: the first and its repeat
+)
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 MAX_SESSION_WARMUP_SECONDS = 300.0  # for conversations

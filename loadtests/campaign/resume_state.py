@@ -69,8 +69,8 @@ class CellRecord:
         self.ended: journal.CellFinished | journal.CellSkipped | None = None
         self.blocks: dict[int, journal.CellStarted] = {}  # by number
         self.starts = 0  # of its server that became ready, including the one that runs now
-        # Of the budget: starts of its server, levels, also disturbed and abandoned ones, waiting, and
-        # calculating.
+        # Of the budget: starts of its server, levels (also disturbed and abandoned ones), waiting,
+        # and calculating.
         self.spent_seconds = 0.0
         self._attempts: Counter[str] = Counter()  # by the level's name without the attempt's number
         for event in events:

@@ -35,6 +35,7 @@ from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.models.formatting import share
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
@@ -46,7 +47,6 @@ from crossover.serving.capacity.simulated_capacity import (
     common_factor,
     sd_of,
 )
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo, requests_to_hold
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
@@ -299,8 +299,8 @@ def _by_step_times(
     speed_factors: list[float] = []
     for one in loaded:
         if measured := _factor(step_times, one.level, settings):
-            # Steps of a slowed machine have as many rows as those of the machine alone at a rate that
-            # is higher by as much as it is faster.
+            # Steps of a slowed machine have as many rows as those of the machine alone at a rate
+            # that is higher by as much as it is faster.
             level_factors.append((one.rate / (1 - one.level.taken_share), measured))
         speed_factors += _speeds(step_times, one.level, settings)
 

@@ -99,8 +99,8 @@ def speed_words(capacity: Capacity) -> str:
 
 
 def disturbance_words(capacity: Capacity, unit_rate: float | None = None) -> str:
-    """Return of which machine the estimate is, and what it would be of the other, as a sentence; "":
-    other processes did not disturb the measurement."""
+    """Return of which machine the estimate is, and what it would be of the other, as a sentence;
+    "": other processes did not disturb the measurement."""
     if not capacity.taken_share:
         return ""
     share = f"{capacity.taken_share:.0%}"
@@ -113,13 +113,14 @@ def disturbance_words(capacity: Capacity, unit_rate: float | None = None) -> str
     else:
         busy = f"its capacity is about {formatting.rate(capacity.busy_rate, like=unit_rate)}"
     return (
-        f"The estimate of {alone} is of this machine alone. As busy as it was (other processes took "
-        f"{share} of the CPU time that the engine needed), {busy}."
+        f"The estimate of {alone} is of this machine alone. As busy as it was (other processes "
+        f"took {share} of the CPU time that the engine needed), {busy}."
     )
 
 
 def contradiction_words(capacity: Capacity, unit_rate: float | None = None) -> str:
-    """Return that a level contradicted the estimate from step times, as a sentence; "": none did."""
+    """Return that a level contradicted the estimate from step times, as a sentence; "": none
+    did."""
     if not capacity.contradicted_rate:
         return ""
     unit_rate = unit_rate or common_rate([capacity])

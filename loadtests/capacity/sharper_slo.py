@@ -1,5 +1,5 @@
-"""Advice for a capacity whose interval is wide although the step times are well known, or that is 0:
-an SLO under which it would be narrow, or under which there would be a capacity.
+"""Advice for a capacity whose interval is wide although the step times are well known, or that is
+0: an SLO under which it would be narrow, or under which there would be a capacity.
 
     advice(found, server, demand, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"

@@ -65,8 +65,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # Advice about the SLO: one under which the interval would be narrow, or under which there would
     # be a capacity; "": none.
     advice: str = ""
-    # The share of its CPU time that the engine lost to other processes, as the mean of the disturbed
-    # and undisturbed levels; None: no level was disturbed. `estimated_rate` is that of the machine
+    # The share of its CPU time that the engine lost to other processes, as the mean of the levels;
+    # None: no level was disturbed. `estimated_rate` is that of the machine
     # without them, `busy_rate` that of the machine as busy as it was.
     taken_share: float | None = None
     busy_rate: float | None = None
@@ -89,8 +89,8 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     lost_share: float | None = None
     who: str = ""  # who took most of it, if the level is disturbed
     is_disturbed: bool = False
-    # The level counts although it is disturbed: the campaign accepts that, the level met the SLO all
-    # the same, or what was taken does not explain that it missed it.
+    # The level counts although it is disturbed: the campaign accepts that, the level met the SLO
+    # all the same, or what was taken does not explain that it missed it.
     counts: bool = False
     # The times of its steps stand for the undisturbed machine once they are shortened by `share`.
     # False: they are taken as they were, because the campaign accepts that.

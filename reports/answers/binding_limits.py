@@ -42,11 +42,10 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
         if taken_share is not None and taken_share >= MIN_TAKEN and cell.estimated_rate:
             return by_other_processes(cell.estimated_rate, taken_share)
         return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
-    # Where the estimate is of the machine without them, they do not lower it.
-    if cell.capacity.busy_rate is not None:
+    if cell.capacity.busy_rate is not None:  # the estimate is of the machine without them
         taken_share = None
     if cell.estimated_rate is None:
-        return binding_limit(server, slo, 0.0, taken_share=taken_share)
+        return None
     return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
 
 
