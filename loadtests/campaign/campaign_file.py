@@ -2,7 +2,7 @@
 
     name = "ladder"
     models = ["135m", "1b", "3b"]            # x devices x backends x formats = cells
-    budget_seconds = 600                     # measuring time for all cells together
+    budget_seconds = 600                     # at most, for all cells together
 
     [slo]
     preset = "chat"                          # or ttft_seconds and tpot_seconds
@@ -162,7 +162,7 @@ class CampaignFile(Table, frozen=True):
     budget_seconds: Positive | None = None
     seed: int = 1
     disturbance: Literal["wait", "ignore"] = "wait"
-    wait_seconds: Seconds = 300.0
+    wait_seconds: Seconds = 10.0
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

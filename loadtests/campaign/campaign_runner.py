@@ -229,7 +229,7 @@ class CampaignSession:
             capacity = getattr(state.ended, "capacity", None)
             words = capacity_text.capacity_in_words(capacity) if capacity else "waits"
             self._progress.set_status(state.key, words)
-        with signals_interrupt():
+        with signals_interrupt(), self._progress.kept_alive():
             try:
                 self._skip_cells_that_cannot_run()
                 for state in self._states:
@@ -309,16 +309,28 @@ class CampaignSession:
             self._skip(state, str(problem))
             return
         if block >= self._blocks or not confirms:
-            self._finish_cell(state, capacity, position)
+            self._finish_cell(state, capacity, position, cell_run.unit_rate)
 
-    def _finish_cell(self, state: CellState, capacity: journal.Capacity, position: str) -> None:
-        """Record the capacity of a cell and print it."""
+    def _finish_cell(
+        self,
+        state: CellState,
+        capacity: journal.Capacity,
+        position: str,
+        unit_rate: float | None,
+    ) -> None:
+        """Record the capacity of a cell and print it, in the unit of `unit_rate`."""
         state.record(journal.CellFinished(cell=state.key, capacity=capacity))
-        words = capacity_text.capacity_in_words(capacity)
+        words = capacity_text.capacity_in_words(capacity, unit_rate)
         self._progress.set_status(state.key, words)
         self._progress.say(f"{position}: {words}", style="bold")
         users = capacity_text.users_words(capacity)
-        details = (users and f"{users}.", capacity_text.reuse_words(capacity), capacity.advice)
+        details = (
+            capacity_text.disturbance_words(capacity, unit_rate),
+            capacity_text.contradiction_words(capacity, unit_rate),
+            users and f"{users}.",
+            capacity_text.reuse_words(capacity, unit_rate),
+            capacity.advice,
+        )
         for text in filter(None, details):
             self._progress.say(f"  {text[:1].upper()}{text[1:]}")
 

@@ -19,6 +19,7 @@ from crossover.loadtests.campaign.campaign_file import Campaign
 from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, level_text
 from crossover.loadtests.campaign.next_measurement import (
     CALIBRATION_SECONDS,
+    MAX_DISTURBED,
     Calibrate,
     CellProgress,
     Measurement,
@@ -58,8 +59,8 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
+MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
-MAX_WAIT_SECONDS = 30.0  # longest pause before a disturbed level is measured again
 MAX_BURST_TRIES = 2
 
 
@@ -85,6 +86,8 @@ class CellRun:
         self.campaign = state.campaign
         self.slo = state.campaign.slo
         self.confirms = confirms
+        # The rate in whose unit all rates of this cell are written; None: none is estimated yet.
+        self.unit_rate: float | None = None
 
     def run(self, open_bench: OpenBench) -> journal.Capacity:
         """Return the capacity after everything that this block pays for.
@@ -99,7 +102,7 @@ class CellRun:
             try:
                 with open_bench(state) as self.bench:
                     last = self._measure()
-                if not isinstance(last, RestartServer):
+                if isinstance(last, StopMeasuring):
                     break
                 self.progress.say(f"  {last.reason}")
             except (LevelInterrupted, ServerLost) as problem:
@@ -110,7 +113,17 @@ class CellRun:
                     raise LoadError(
                         f"interrupted {interruptions} times; the last time: {problem}"
                     ) from None
-        return self._with_advice(capacity_of(state))
+        calculating_since = self.clock()
+        self.progress.tick(f"{state.key}: simulating the capacity")
+        capacity = self._with_advice(capacity_of(state))
+        self._record_elapsed(self.clock() - calculating_since)
+        return capacity
+
+    def _record_elapsed(self, seconds: float) -> None:
+        """Record time that no measurement took, so that it counts toward the budget."""
+        if seconds >= MIN_ELAPSED_SECONDS:
+            spent_seconds = round(seconds, 3)
+            self.state.record(journal.Elapsed(cell=self.state.key, spent_seconds=spent_seconds))
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
         """Return the capacity with the estimate without prefix caching and, if the SLO itself makes
@@ -131,13 +144,12 @@ class CellRun:
         progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
         return next_measurement(progress)
 
-    def _measure(self) -> RestartServer | StopMeasuring | None:
-        """Measure until this server has nothing left to measure; return the decision that ended it.
-
-        None: other processes disturbed the measurements for as long as the campaign waits for an
-        idle machine.
-        """
+    def _measure(self) -> RestartServer | StopMeasuring:
+        """Measure until this server has nothing left to measure; return the decision that ended
+        it."""
         while True:
+            spent_before, since = self.state.spent_seconds, self.clock()
+            self.progress.tick(f"{self.state.key}: simulating the capacity")
             measurement = self.next_measurement()
             match measurement:
                 case RestartServer():
@@ -148,28 +160,59 @@ class CellRun:
                 case Calibrate(seconds):
                     self._calibrate(seconds)
                 case LevelPlan():
-                    if not self._measure_level(measurement):
-                        return None
+                    self._measure_level(measurement)
+            measured_seconds = self.state.spent_seconds - spent_before
+            self._record_elapsed(self.clock() - since - measured_seconds)
 
-    def _measure_level(self, plan: LevelPlan) -> bool:
-        """Measure a level and print what it shows; False: the machine did not become idle."""
-        level = self._level_that_counts(plan)
-        if level is None:
-            return False
-        capacity = capacity_of(self.state)
-        unit_rate = capacity_text.common_rate([capacity])
+    def _measure_level(self, plan: LevelPlan) -> None:
+        """Measure a level once, and print what it shows."""
+        state, before = self.state, capacity_of(self.state)
+        # By the step times, the undisturbed machine misses the SLO at such a rate too.
+        is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
+        number = str(len(state.counted_levels) + 1)
+        level = self._attempt(plan, number, counts_disturbed=is_missed_anyway)
+        capacity = capacity_of(state)
+        unit_rate = self._keep_unit(capacity)
+        disturbance = level.finished and level.finished.disturbance
+        if disturbance and disturbance.is_set_aside:
+            self.progress.say(f"  {level_text(level, self.slo, unit_rate)}", style="yellow")
+            self._set_aside(level, disturbance)
+            return
         self.progress.log(f"  {level_text(level, self.slo, unit_rate)}")
+        if disturbance and disturbance.is_disturbed:
+            self.progress.say(f"  {disturbance_in_words(disturbance)}", style="yellow")
         if level.rate and not self.campaign.search.rates:
-            words = capacity_text.capacity_in_words(capacity)
-            self.progress.set_status(self.state.key, words)
+            words = capacity_text.capacity_in_words(capacity, unit_rate)
+            self.progress.set_status(state.key, words)
             self.progress.log(f"  so far: {words}")
-        return True
+
+    def _set_aside(self, level: Level, disturbance: journal.Disturbance) -> None:
+        """Wait before a disturbed level that missed the SLO is repeated, or say that it is not
+        repeated again."""
+        state, say = self.state, self.progress.say
+        cause = disturbance_in_words(disturbance)
+        attempts = sum(other.rate == level.rate for other in state.set_aside_levels)
+        if attempts >= MAX_DISTURBED:
+            state.record(journal.NeverQuiet(cell=state.key, reason=cause))
+            say(f"  disturbed again: {cause}; whether an idle machine meets the SLO is not known")
+            return
+        left_seconds = max(0.0, self.cell_block.until_seconds - state.spent_seconds)
+        pause = round(min(self.campaign.wait_seconds, left_seconds), 3)
+        say(f"  disturbed: {cause}; repeating it once after {formatting.duration(pause)}", "yellow")
+        self.progress.tick(f"{state.key}: waiting for an idle machine")
+        self.bench.wait(pause)
+        state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
+
+    def _keep_unit(self, capacity: journal.Capacity) -> float | None:
+        """Return the rate in whose unit all rates of this cell are written: the first estimate."""
+        self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
+        return self.unit_rate
 
     def _calibrate(self, seconds: float) -> None:
         """Send the bursts, fit the step-time model and record it.
 
-        Bursts that are in the journal are not sent again. A disturbed burst is sent again once,
-        then left out.
+        Bursts that are in the journal are not sent again. A burst of which much was taken is sent
+        again once. Of disturbed ones, the undisturbed times count.
         """
         state, started_at, spent_before = self.state, self.clock(), self.state.spent_seconds
         recorded_bursts = {  # by their names without the number of the attempt
@@ -177,24 +220,28 @@ class CellRun:
             for level in state.levels
             if level.is_burst and not level.is_set_aside
         }
+        until_seconds = self.cell_block.until_seconds
         number = 0
 
-        def send(burst: Burst) -> Level | None:
+        def send(burst: Burst) -> Level:
             nonlocal number
             number += 1
             name = f"burst.{number}"
-            if (level := recorded_bursts.get(f"{state.key}#{name}")) is not None:
-                return level
-            for _ in range(MAX_BURST_TRIES):
+            if (recorded := recorded_bursts.get(f"{state.key}#{name}")) is not None:
+                return recorded.undisturbed
+            for tries in range(1, MAX_BURST_TRIES + 1):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
                 plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
-                level = self._attempt(plan, name, counts_slight=True)
+                is_last = tries == MAX_BURST_TRIES or state.spent_seconds > until_seconds
+                level = self._attempt(plan, name, counts_disturbed=is_last)
                 if not level.is_set_aside:
-                    return level
-            return None
+                    break
+            return level.undisturbed
 
         policy, workload = self.bench.policy, self.campaign.workload
-        single_streams = [level for level in state.counted_levels if level.is_single_stream]
+        single_streams = [
+            level.undisturbed for level in state.counted_levels if level.is_single_stream
+        ]
         slots = self.bench.slots if policy is None else policy.slots
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
@@ -225,7 +272,8 @@ class CellRun:
             )
         )
         if calibration.step_times is not None:
-            words = capacity_text.capacity_in_words(capacity_of(state))
+            capacity = capacity_of(state)
+            words = capacity_text.capacity_in_words(capacity, self._keep_unit(capacity))
         else:
             words = f"no step-time model, {calibration.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
@@ -239,36 +287,7 @@ class CellRun:
         kind: Reuse = "checkpoints" if is_checkpointed else "any prefix"
         return measured_history_reuse(single_streams, kind)
 
-    def _level_that_counts(self, plan: LevelPlan) -> Level | None:
-        """Measure a level, and again after a pause as long as other processes disturb it.
-
-        Disturbed levels and pauses count toward the campaign's wait_seconds, not toward the cell's
-        budget. Returns None when wait_seconds are used up. Raises LevelInterrupted, LoadError.
-        """
-        state, say, pauses = self.state, self.progress.say, 0
-        max_lost_seconds = min(self.campaign.wait_seconds, self.cell_block.until_seconds)
-        while True:
-            may_wait = state.lost_seconds < max_lost_seconds
-            number = str(len(state.counted_levels) + 1)
-            level = self._attempt(plan, number, counts_slight=not may_wait)
-            disturbance = level.finished and level.finished.disturbance
-            if not disturbance or not disturbance.is_set_aside:
-                return level
-            say(f"  {level_text(level, self.slo)}", style="yellow")
-            cause = disturbance_in_words(disturbance)
-            if not may_wait:
-                state.record(journal.NeverQuiet(cell=state.key, reason=cause))
-                say(f"  the machine was never idle: {cause}; measuring nothing more", "yellow")
-                return None
-            pauses += 1
-            may_lose_seconds = max(0.0, max_lost_seconds - state.lost_seconds)
-            pause = round(min(2.0**pauses, MAX_WAIT_SECONDS, may_lose_seconds), 3)
-            pause_words = formatting.duration(pause)
-            say(f"  disturbed: {cause}; waiting for an idle machine, {pause_words}", "yellow")
-            self.bench.wait(pause)
-            state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
-
-    def _attempt(self, plan: LevelPlan, number: str, *, counts_slight: bool) -> Level:
+    def _attempt(self, plan: LevelPlan, number: str, *, counts_disturbed: bool) -> Level:
         """Make one attempt at a level, under a name of its own, and record it if it is interrupted.
 
         Raises LevelInterrupted, ServerFailed.
@@ -278,7 +297,7 @@ class CellRun:
         seed = seed_of(self.campaign.seed, state.cell, name)
         try:
             plan = msgspec.structs.replace(plan, seed=seed)
-            return self.bench.measure(name, plan, counts_slight=counts_slight)
+            return self.bench.measure(name, plan, counts_disturbed=counts_disturbed)
         except LevelInterrupted as problem:
             spent = round(self.clock() - started_at, 3)
             state.record(
@@ -300,6 +319,7 @@ def cell_progress(
         workload=campaign.workload,
         search=campaign.search,
         levels=record.counted_levels,
+        set_aside=record.set_aside_levels,
         capacity=capacity_of(record),
         is_calibrated=calibrated is not None,
         burst_rate=burst_rate(record.levels, campaign.workload) if has_no_model else None,
@@ -334,7 +354,7 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
     return estimate(
-        record.counted_levels,
+        [*record.counted_levels, *record.set_aside_levels],
         record.campaign.slo,
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),

@@ -116,11 +116,10 @@ class ServerBench:
         if sample.level is not None:
             self._samples.append(sample)
 
-    def measure(self, name: str, plan: LevelPlan, *, counts_slight: bool = False) -> Level:
+    def measure(self, name: str, plan: LevelPlan, *, counts_disturbed: bool = False) -> Level:
         """Measure a level, record it and return it. Raises LevelInterrupted, LoadError.
 
-        `name`: of this attempt. `counts_slight`: a slightly disturbed attempt counts, whether or
-        not it meets the SLO.
+        `name`: of this attempt. `counts_disturbed`: it counts, however much other processes took.
         """
         state, clock = self.state, self._clock
         load = self._load_plan(name, plan)
@@ -176,7 +175,7 @@ class ServerBench:
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
-        level = judge_level(level, state.campaign.slo, self._samples, counts_slight)
+        level = judge_level(level, state.campaign.slo, self._samples, counts_disturbed)
         state.finish_level(level)
         return level
 
@@ -241,18 +240,23 @@ def _drain_seconds(campaign: Campaign) -> float:
 
 
 def judge_level(
-    level: Level, slo: Slo, samples: list[ResourceSample], counts_slight: bool = False
+    level: Level, slo: Slo, samples: list[ResourceSample], counts_disturbed: bool = False
 ) -> Level:
     """Return a level that has ended, with its warnings, and whether it counts and is valid.
 
-    A slightly disturbed level counts if it meets the SLO all the same, or with `counts_slight`.
+    A disturbed level at a rate counts if it meets the target all the same, and a burst if little
+    was taken from it; both also with `counts_disturbed`. A single stream always counts, since
+    Level.undisturbed is what it would have been without other processes.
     """
     replace, finished = msgspec.structs.replace, level.finished
     assert finished is not None
     disturbance = finished.disturbance
-    if disturbance is not None and disturbance.is_disturbed and is_slight(disturbance):
-        meets_slo = (level.judge(slo).share or 0.0) >= slo.target
-        counts = disturbance.counts or counts_slight or meets_slo
+    if disturbance is not None and disturbance.is_disturbed:
+        if level.is_burst:
+            is_usable = is_slight(disturbance)
+        else:
+            is_usable = level.is_single_stream or (level.judge(slo).share or 0.0) >= slo.target
+        counts = disturbance.counts or counts_disturbed or is_usable
         finished = replace(finished, disturbance=replace(disturbance, counts=counts))
     warnings = level_warnings(replace(level, finished=finished), slo, samples)
     codes = [warning.code for warning in warnings]
@@ -272,10 +276,11 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     tpot = formatting.seconds(level.quantile(level.tpot, 0.5), 3, "-")
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
     load = formatting.load(level.rate, level.concurrency, 3, unit_rate)
-    achieved = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
-    rates = f" offered, {achieved} achieved" if level.rate else ""
+    if level.rate:
+        came = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
+        load = f"{came} offered (nominal {load})"
     return (
-        f"{load}{rates}: {judged.good}{share} of {judged.due} met the SLO, "
+        f"{load}: {judged.good}{share} of {judged.due} met the SLO, "
         f"median TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'}{verdict and f' -> {verdict}'}"
     )

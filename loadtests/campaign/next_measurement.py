@@ -11,6 +11,9 @@ met the SLO and the lowest that missed it are within a factor of NARROW, and a l
 the lower one. If the time that is left does not pay for such levels, shorter ones bound the
 capacity: they confirm no rate, but they show one that met the SLO and one that missed it.
 
+A level that missed the SLO while other processes took CPU time is repeated once. If it misses it
+again, a lower rate is next.
+
 The decision depends on no clock and no file, so a campaign that was killed makes the same decision
 again from its journal.
 """
@@ -18,6 +21,7 @@ again from its journal.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +51,9 @@ MAX_LEVELS = 2  # on one server start: a level at 0.8 of the estimate, and one m
 MAX_TRIES = 4  # levels while no rate is confirmed
 MAX_SINGLE_STREAM_LEVELS = 4  # a few slow requests alone do not prove that the SLO is missed
 MIN_TRY_SHARE = 0.5  # of the estimate: levels at lower rates do not count as tries
+MAX_DISTURBED = (
+    2  # levels at one rate that missed the SLO while disturbed: the first and its repeat
+)
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 MAX_SESSION_WARMUP_SECONDS = 300.0  # for conversations
@@ -86,6 +93,7 @@ class CellProgress:
     workload: Workload
     search: Search
     levels: Sequence[Level]  # finished and not set aside; no bursts
+    set_aside: Sequence[Level] = ()  # at a rate: they missed the SLO while they were disturbed
     capacity: Capacity  # by these levels and the calibration
     is_calibrated: bool  # a calibration is recorded, even if no step-time model fits
     burst_rate: float | None  # requests/s that bursts suggest; None: no burst, or not needed
@@ -104,6 +112,13 @@ class CellProgress:
     def loaded(self) -> list[Level]:
         """The levels at a rate, in the order in which they were measured."""
         return [level for level in self.levels if level.rate is not None]
+
+    @cached_property
+    def disturbed_rates(self) -> list[float]:
+        """The rates at which a level and its repetition were set aside, in the order of measuring.
+        They are not tried again."""
+        counts = Counter(level.rate or 0.0 for level in self.set_aside)
+        return [rate for rate, count in counts.items() if count >= MAX_DISTURBED]
 
     @cached_property
     def answer_seconds(self) -> float | None:
@@ -172,6 +187,9 @@ def next_measurement(progress: CellProgress) -> Measurement:
         seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
         if seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
+    is_none_by_model = capacity.method == "step_times" and not capacity.estimated_rate
+    if is_none_by_model and progress.left_seconds > 0 and count < MAX_SINGLE_STREAM_LEVELS:
+        return single_stream  # what the model says is missed is sent before it is called missed
     if not progress.confirms:
         return StopMeasuring("this configuration is only estimated")
     if misses_unloaded:
@@ -183,7 +201,8 @@ def next_measurement(progress: CellProgress) -> Measurement:
 
 def _given_rate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return a level at the next of the rates that the campaign lists."""
-    rates, measured = progress.search.rates, len(progress.loaded)
+    rates = progress.search.rates
+    measured = len(progress.loaded) + len(progress.disturbed_rates)
     if measured >= len(rates):
         return StopMeasuring("all rates of the campaign are measured")
     return _open_loop(progress, rates[measured], progress.min_level_seconds)
@@ -214,25 +233,32 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """
     capacity, loaded, start = progress.capacity, progress.loaded, progress.server_start
     estimate = capacity.estimated_rate
-    if not estimate:
-        return StopMeasuring("by the step-time model no rate meets the SLO")
+    if not estimate:  # the single requests contradict the model
+        return _search_by_levels(progress)
     # The offered rate, as the estimate is one; a little less may have been achieved.
     highest_met = max(progress.rates_with("meets"), default=0.0)
     needed_starts = min(progress.block, progress.search.starts)
-    is_near = bool(capacity.confirmed_rate) and estimate <= NEAR_FACTOR * highest_met
+    # Of the machine as busy as it is: a level at a higher rate would miss the SLO.
+    reachable = min(estimate, capacity.busy_rate or estimate)
+    is_near = bool(capacity.confirmed_rate) and reachable <= NEAR_FACTOR * highest_met
     if is_near and capacity.starts >= needed_starts:
         return StopMeasuring("the confirmed rate is near the estimated capacity")
     on_this_start = [level for level in loaded if start in (None, level.started.start)]
-    min_rate = MIN_TRY_SHARE * estimate
-    tries = sum((level.rate or 0.0) >= min_rate for level in on_this_start)
+    min_rate = MIN_TRY_SHARE * reachable
+    tried_rates = [level.rate or 0.0 for level in on_this_start] + progress.disturbed_rates
+    tries = sum(rate >= min_rate for rate in tried_rates)
     if tries >= (MAX_LEVELS if capacity.confirmed_rate else MAX_TRIES):
         return StopMeasuring(f"{tries} levels near the estimated capacity are enough on one start")
     if is_near and needed_starts > 1:  # this start must confirm the same rate
         return _confirming_level(progress, highest_met)
-    rate = CONFIRMING_SHARE * min([estimate, *progress.rates_with("misses")])
-    if loaded and not capacity.confirmed_rate:
-        rate = min(rate, RETRY_SHARE * (loaded[-1].rate or 0.0))
-    return _confirming_level(progress, rate)
+    rate = CONFIRMING_SHARE * min([reachable, *progress.rates_with("misses")])
+    last_rates = [level.rate or 0.0 for level in loaded[-1:]] + progress.disturbed_rates
+    if last_rates and not capacity.confirmed_rate:
+        rate = min(rate, RETRY_SHARE * min(last_rates))
+    # A level that was set aside once is repeated, though its step times have moved the estimate.
+    decided_rates = {*progress.disturbed_rates, *(level.rate for level in loaded)}
+    to_repeat = [level.rate for level in progress.set_aside if level.rate not in decided_rates]
+    return _confirming_level(progress, to_repeat[0] or rate if to_repeat else rate)
 
 
 def _search_by_levels(progress: CellProgress) -> LevelPlan | StopMeasuring:
@@ -269,7 +295,7 @@ def _tried_rates(progress: CellProgress) -> list[TriedRate]:
         if judged.verdict == "unresolved" and judged.steady is not False:
             seems_met = (judged.share or 0.0) >= progress.slo.target
         tried.append(TriedRate(level.rate or 0.0, seems_met))
-    return tried
+    return tried + [TriedRate(rate, False) for rate in progress.disturbed_rates]
 
 
 def _bounds(tried: Sequence[TriedRate]) -> tuple[float, float]:

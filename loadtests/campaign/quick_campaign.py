@@ -48,7 +48,7 @@ def quick_plan(question: QuickQuestion) -> Plan:
     keys = {
         "name": "quick",
         "budget_seconds": round(seconds * BUDGET_SHARE, 1),
-        "disturbance": "ignore",  # there is no time to wait for a quiet machine
+        "wait_seconds": 0,  # there is no time to wait for a quiet machine
         "target": msgspec.to_builtins(question.target),
         "slo": _slo_keys(question.slo),
         "workload": _keys_that_differ(question.workload),

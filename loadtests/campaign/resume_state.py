@@ -69,8 +69,9 @@ class CellRecord:
         self.ended: journal.CellFinished | journal.CellSkipped | None = None
         self.blocks: dict[int, journal.CellStarted] = {}  # by number
         self.starts = 0  # of its server that became ready, including the one that runs now
-        self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
-        self.lost_seconds = 0.0  # in disturbed levels, and waiting for an idle machine
+        # Of the budget: starts of its server, levels (also disturbed and abandoned ones), waiting,
+        # and calculating.
+        self.spent_seconds = 0.0
         self._attempts: Counter[str] = Counter()  # by the level's name without the attempt's number
         for event in events:
             if event.cell == cell.key:
@@ -85,6 +86,7 @@ class CellRecord:
             case journal.CellReady():
                 self.ready = event
                 self.starts += 1
+                self.spent_seconds += event.load_seconds or 0.0
             case journal.EngineChosen():
                 self.choice = event
                 self.cell = msgspec.structs.replace(
@@ -100,14 +102,13 @@ class CellRecord:
                 self.ended = event
             case journal.LevelStarted():
                 self._attempts[event.level.rpartition(".")[0]] += 1
-            case journal.LevelFinished(disturbance=contention) if (
-                contention and contention.is_set_aside
+            case (
+                journal.LevelFinished()
+                | journal.LevelAbandoned()
+                | journal.Waited()
+                | journal.Elapsed()
             ):
-                self.lost_seconds += event.spent_seconds
-            case journal.LevelFinished() | journal.LevelAbandoned():
                 self.spent_seconds += event.spent_seconds
-            case journal.Waited():
-                self.lost_seconds += event.spent_seconds
 
     @property
     def device(self) -> str | None:
@@ -123,6 +124,11 @@ class CellRecord:
     def counted_levels(self) -> list[Level]:
         """The finished levels of load and single streams, without those that were set aside."""
         return [level for level in self.levels if not level.is_burst and not level.is_set_aside]
+
+    @property
+    def set_aside_levels(self) -> list[Level]:
+        """The finished levels at a rate that say nothing, because they were disturbed."""
+        return [level for level in self.levels if level.rate and level.is_set_aside]
 
     def next_level_name(self, number: str) -> str:
         """Return the name of the next attempt at the level with this number: "cell#2.1"."""

@@ -58,7 +58,9 @@ def _log_likelihood(
     is_met = slo.met_by(level)
     found = []
     for log_factor in log_factors:
-        slower = server.step_times.slower(math.exp(log_factor))
+        # Whether its requests met the SLO is evidence of the steps as they were, so they are
+        # simulated with what other processes took.
+        slower = server.step_times.slower(math.exp(log_factor) / (1 - level.taken_share))
         times = replay(slower, server.settings, level, server.reasoning_share)
         counted = level.counted & np.isfinite(times.e2e)
         margins = np.log(slo.largest_share(times)[counted]) / MARGIN_SD

@@ -95,8 +95,7 @@ class _StartedTogether(NamedTuple):
         return math.ceil(prompt_tokens / max(self.prompt_tokens, MIN_STEP_TOKENS))
 
 
-# Sends a burst and waits for its end. Returns its level; None: it was disturbed.
-SendBurst = Callable[[Burst], Level | None]
+SendBurst = Callable[[Burst], Level]  # sends a burst and returns its level when it has ended
 
 
 def calibrate(
@@ -156,25 +155,23 @@ class _CalibrationRun:
         self.has_steps = self.has_steps or bool(steps)
         self.observations += merged_steps(steps)
 
-    def send(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level | None:
-        """Send a burst and add its steps. Returns None if it was disturbed."""
+    def send(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level:
+        """Send a burst and add its steps."""
         level = self._send(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
-        if level is not None and len(level.chunks):
+        if len(level.chunks):
             self.spent_seconds += float(np.nanmax(level.chunks))
             self.observe(level)
         return level
 
     def find_slots(self) -> int | None:
         """Return how many requests are served together, found by bursts of 2, 4, 8 ... requests;
-        None: a burst of two was disturbed."""
+        None: there is no time for a burst of two."""
         slots, streams, last = None, 2, None
         while streams <= MAX_SLOTS:
             burst = self._slots_burst(streams, last)
             if burst is None:
                 break
             level = self.send(burst.prompt_tokens, burst.output_tokens)
-            if level is None:
-                break
             together = max_concurrent_streams(level)
             slots = max(slots or 1, together)
             if together < burst.streams:

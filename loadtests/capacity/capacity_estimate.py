@@ -12,8 +12,11 @@ the factor, measured for so many levels (serving/capacity/simulated_capacity.py,
 that levels exclude are cut off the interval.
 
 Without a step-time model, the capacity lies between the highest rate that met the SLO and the
-lowest that missed it. In both cases a rate is *confirmed* only if levels at that rate ran
-undisturbed, steadily and long enough, and met the SLO.
+lowest that missed it. In both cases a rate is *confirmed* only if levels at that rate ran steadily
+and long enough, and met the SLO.
+
+Other processes only make answers later. A level that met the SLO beside them confirms its rate, and
+the times of its steps count without what they took, so the estimate is that of the machine alone.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.models.formatting import share
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
@@ -44,7 +48,12 @@ from crossover.serving.capacity.simulated_capacity import (
     sd_of,
 )
 from crossover.serving.capacity.slo import Slo, requests_to_hold
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
+# What other processes do beside taking CPU time (caches, memory bandwidth): standard deviation of
+# the logarithm of the corrected step times, per share of CPU time that they took.
+TAKEN_SD = 0.3
+MAX_TAKEN_SHARE = 0.9  # to estimate the capacity of the machine as busy as it was
 # The rate of a confirming level, as a share of the estimated capacity. It is also near enough to
 # the capacity to measure the factor of the step times.
 CONFIRMING_SHARE = 0.8
@@ -109,6 +118,10 @@ def estimate(
     found = Capacity(state="not_confirmed")
     if server is not None and demand is not None and server.step_times.fits:
         found = _by_step_times(server, demand, slo, loaded)
+        if (taken_share := _taken_share(levels)) is not None:
+            found = _without_other_processes(found, taken_share, server, demand, slo)
+        if not found.estimated_rate and loaded:  # single requests contradicted the model
+            found = msgspec.structs.replace(found, method="levels")
     found = _bounded_above(found, _lowest_missed(loaded))
     found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
@@ -128,15 +141,45 @@ def confirmed_rate(
 
 
 # The same levels are observed again for each estimate, which takes 0.1 s for 100 requests.
-_factor = functools.lru_cache(maxsize=64)(level_factor)
-_speeds = functools.lru_cache(maxsize=64)(two_speeds)
+@functools.lru_cache(maxsize=64)
+def _factor(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> float | None:
+    """Return the factor of a level's step times, without what other processes took of them."""
+    factor = level_factor(step_times, level, settings)
+    return None if factor is None else factor * (1 - level.taken_share)
+
+
+@functools.lru_cache(maxsize=64)
+def _speeds(
+    step_times: StepTimeModel, level: Level, settings: SchedulerSettings
+) -> tuple[float, ...]:
+    """Return the two factors of a level within which the machine's speed changed; (): it did not,
+    or other processes may have been the reason."""
+    return () if level.taken_share else tuple(two_speeds(step_times, level, settings))
 
 
 def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:
-    """Return the levels that count."""
+    """Return the levels that count. A single stream is judged as it would have been without other
+    processes."""
     return [
-        JudgedLevel(level, level.judge(slo), level.rate or 0.0) for level in levels if level.counts
+        JudgedLevel(
+            level,
+            (level.undisturbed if level.is_single_stream else level).judge(slo),
+            level.rate or 0.0,
+        )
+        for level in levels
+        if level.counts
     ]
+
+
+def _taken_share(levels: Sequence[Level]) -> float | None:
+    """Return the mean share of its CPU time that the engine lost in levels at a rate, or else in
+    single streams; None: no level was disturbed.
+
+    Levels that were set aside are among them.
+    """
+    loaded = [level for level in levels if level.rate] or levels
+    shares = [level.taken_share for level in loaded]
+    return sum(shares) / len(shares) if any(shares) else None
 
 
 def _loaded(judged_levels: Sequence[JudgedLevel]) -> list[JudgedLevel]:
@@ -256,7 +299,9 @@ def _by_step_times(
     speed_factors: list[float] = []
     for one in loaded:
         if measured := _factor(step_times, one.level, settings):
-            level_factors.append((one.rate, measured))
+            # Steps of a slowed machine have as many rows as those of the machine alone at a rate
+            # that is higher by as much as it is faster.
+            level_factors.append((one.rate / (1 - one.level.taken_share), measured))
         speed_factors += _speeds(step_times, one.level, settings)
 
     def quick_rate(factor: float) -> float:
@@ -314,6 +359,35 @@ def _by_step_times(
     )
 
 
+def _without_other_processes(
+    found: Capacity, taken_share: float, server: ServerModel, demand: Demand, slo: Slo
+) -> Capacity:
+    """Return the capacity of the machine without other processes, with an interval that is wider by
+    what they do beside taking CPU time, and with the capacity of the machine as busy as it was.
+
+    `taken_share`: of the engine's CPU time that they took.
+    """
+    if not (found.estimated_rate and found.low and found.high and found.steepness):
+        return msgspec.structs.replace(found, taken_share=taken_share)
+    taken_log = Z_90 * TAKEN_SD * taken_share * found.steepness
+    wider = [
+        math.exp(math.hypot(math.log(end / found.estimated_rate), taken_log))
+        for end in (found.low, found.high)
+    ]
+    quiet = server.slower(found.factor or LOADED)
+    busy = quiet.slower(1 / (1 - min(taken_share, MAX_TAKEN_SHARE)))
+    quiet_rate, busy_rate = (
+        model.capacity(demand, slo, QUICK_REQUESTS).rate for model in (quiet, busy)
+    )
+    return msgspec.structs.replace(
+        found,
+        low=found.estimated_rate / wider[0],
+        high=found.estimated_rate * wider[1],
+        taken_share=taken_share,
+        busy_rate=found.estimated_rate * min(1.0, busy_rate / quiet_rate) if quiet_rate else None,
+    )
+
+
 def _bounded_above(found: Capacity, missed_rate: float) -> Capacity:
     """Return the capacity with an upper end of at most `missed_rate`, which missed the SLO; inf:
     none did."""
@@ -334,22 +408,26 @@ def _with_confirmed_rate(
     """Return the capacity with the highest rate that levels confirm. If there is none, return it
     with the reason and the seconds of a level that would confirm one.
 
-    A confirmed rate is below the lowest rate that missed the SLO, and not above the estimate.
+    A confirmed rate is below the lowest rate that missed the SLO. A level at a rate above the
+    estimate confirms the estimated rate, which is lower. If it would confirm its own rate without
+    any step-time model, it does so, and the estimate moves up to it.
     """
     loaded = _loaded(judged_levels)
     answer_seconds = _single_stream_answer_seconds(judged_levels)
     min_seconds = WINDOW_TOLERANCE * shortest_level(slo, answer_seconds, min_level_seconds)
-    has_estimate = found.estimated_rate is not None  # from step times
+    has_estimate = bool(found.estimated_rate)  # from step times
     max_rate = found.estimated_rate or math.inf
     lowest_missed = _lowest_missed(loaded)
     long_enough = [
         one for one in loaded if one.judged.steady and one.level.window_seconds >= min_seconds
     ]
-    rates = {one.rate for one in long_enough if one.rate < lowest_missed and one.rate <= max_rate}
+    rates = {one.rate for one in long_enough if one.rate < lowest_missed}
     for rate in sorted(rates, reverse=True):
         at_rate = [one for one in long_enough if one.rate == rate]
+        if rate > max_rate and _is_proven(at_rate, loaded, slo, has_estimate=False):
+            return _raised_to(_confirmed_by(found, at_rate, has_estimate), found)
         if _is_proven(at_rate, loaded, slo, has_estimate):
-            return _confirmed_by(found, at_rate, has_estimate)
+            return _confirmed_by(found, at_rate, has_estimate, max_rate)
     # Of an estimate of 0.0 nothing can be confirmed.
     next_rate = CONFIRMING_SHARE * (found.estimated_rate or 0.0)
     if found.method == "levels" and answer_seconds:
@@ -363,11 +441,7 @@ def _with_confirmed_rate(
             by_levels=not has_estimate,
             min_level_seconds=min_level_seconds,
         )
-    why_not = "no valid level of open-loop load was measured"
-    if loaded:
-        why_not = (
-            "no level was long and steady enough, with enough SLO attainment, to confirm a rate"
-        )
+    why_not = _why_not_confirmed(loaded, slo, min_seconds)
     return msgspec.structs.replace(
         found,
         starts=len({one.level.started.start for one in judged_levels}),
@@ -384,11 +458,54 @@ def _single_stream_answer_seconds(judged_levels: Sequence[JudgedLevel]) -> float
     return sum(known) / len(known) if known else None
 
 
-def _confirmed_by(found: Capacity, at_rate: Sequence[JudgedLevel], has_estimate: bool) -> Capacity:
-    """Return the capacity with the rate of these levels, which are at one rate, confirmed."""
+def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: float) -> str:
+    """Return why the levels confirm no rate: of those that met the target, why the one at the
+    lowest rate does not.
+
+    `min_seconds`: of the shortest level that confirms a rate.
+    """
+    if not loaded:
+        return "no valid level of open-loop load was measured"
+    met = [one for one in loaded if one.judged.good >= slo.target * one.judged.due]
+    if not met:
+        return "no level at a rate reached the target of the SLO"
+    one = min(met, key=lambda each: each.rate)
+    rate = formatting.rate(one.level.achieved_rate)
+    words = f"at {rate}, {one.judged.good} of {one.judged.due} requests met the SLO, but "
+    if one.rate >= _lowest_missed(loaded):
+        return f"{words}a level at a rate that is not higher missed it"
+    if one.level.window_seconds < min_seconds:
+        shown, needed = map(formatting.duration, (one.level.window_seconds, min_seconds))
+        return f"{words}a level of {shown} is too short: it takes {needed} to confirm a rate"
+    if not one.judged.steady:
+        return f"{words}the number of waiting requests grew"
+    return f"{words}these are too few to prove {slo.target:.4g} of all requests"
+
+
+def _raised_to(confirmed: Capacity, found: Capacity) -> Capacity:
+    """Return a capacity whose confirmed rate is above its estimate, `found`, with the estimate and
+    the upper end of its interval raised by the same factor."""
+    rate, estimated = confirmed.confirmed_rate, found.estimated_rate
+    if not rate or not estimated or rate <= estimated:
+        return confirmed
+    high = None if found.high is None else found.high * rate / estimated
+    return msgspec.structs.replace(
+        confirmed, estimated_rate=rate, high=high, contradicted_rate=estimated
+    )
+
+
+def _confirmed_by(
+    found: Capacity,
+    at_rate: Sequence[JudgedLevel],
+    has_estimate: bool,
+    max_rate: float = math.inf,
+) -> Capacity:
+    """Return the capacity with the rate of these levels, which are at one rate, confirmed, or with
+    `max_rate` if that is lower."""
     seconds = sum(one.level.window_seconds for one in at_rate)
     due = sum(one.judged.due for one in at_rate)
-    confirmed = min(at_rate[0].rate, due / seconds)  # fewer requests may have been due than offered
+    # Fewer requests may have been due than offered.
+    confirmed = min(at_rate[0].rate, due / seconds, max_rate)
     estimated_rate = found.estimated_rate
     if not has_estimate and found.high is not None:
         estimated_rate = math.sqrt(confirmed * found.high)

@@ -98,6 +98,40 @@ def speed_words(capacity: Capacity) -> str:
     return f"this machine's speed changed by {capacity.speed_moved:.0%} during the measurement"
 
 
+def disturbance_words(capacity: Capacity, unit_rate: float | None = None) -> str:
+    """Return of which machine the estimate is, and what it would be of the other, as a sentence;
+    "": other processes did not disturb the measurement."""
+    if not capacity.taken_share:
+        return ""
+    share = f"{capacity.taken_share:.0%}"
+    if not capacity.estimated_rate or capacity.busy_rate is None:
+        return f"Other processes took {share} of the CPU time that the engine needed."
+    unit_rate = unit_rate or common_rate([capacity])
+    alone = formatting.rate(capacity.estimated_rate, like=unit_rate)
+    if not capacity.busy_rate:
+        busy = "it meets the SLO at no rate"
+    else:
+        busy = f"its capacity is about {formatting.rate(capacity.busy_rate, like=unit_rate)}"
+    return (
+        f"The estimate of {alone} is of this machine alone. As busy as it was (other processes "
+        f"took {share} of the CPU time that the engine needed), {busy}."
+    )
+
+
+def contradiction_words(capacity: Capacity, unit_rate: float | None = None) -> str:
+    """Return that a level contradicted the estimate from step times, as a sentence; "": none
+    did."""
+    if not capacity.contradicted_rate:
+        return ""
+    unit_rate = unit_rate or common_rate([capacity])
+    before = formatting.rate(capacity.contradicted_rate, like=unit_rate)
+    met = formatting.rate(capacity.confirmed_rate, like=unit_rate, rounded="down")
+    return (
+        f"Step times alone gave an estimate of {before}, but a level at {met} met the SLO, so the "
+        "estimate was raised."
+    )
+
+
 def reuse_words(capacity: Capacity, unit_rate: float | None = None, name: str = "") -> str:
     """Return what prefix reuse is worth, as a sentence: "Prefix caching raises the capacity from 21
     a minute to 38 a minute."; "": not known. `name`: the configuration's, to be mentioned."""

@@ -1,5 +1,5 @@
-"""Advice for a capacity whose interval is wide although the step times are well known: an SLO under
-which it would be narrow.
+"""Advice for a capacity whose interval is wide although the step times are well known, or that is
+0: an SLO under which it would be narrow, or under which there would be a capacity.
 
     advice(found, server, demand, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
@@ -12,7 +12,7 @@ large error of the capacity. Measuring for longer hardly helps, but another targ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +28,7 @@ MIN_UNLOADED_SHARE = 0.99
 TARGETS = (0.95, 0.9, 0.8)
 LIMIT_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 MAX_ALTERNATIVES = 2
+MORE_FACTORS = (6.0, 10.0)  # of a limit that no request meets
 
 
 class Alternative(NamedTuple):
@@ -39,11 +40,14 @@ class Alternative(NamedTuple):
 
 
 def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
-    """Return a sentence with a target and a limit under which the interval would be narrow.
+    """Return a sentence with a target and a limit under which the interval would be narrow, or
+    under which there would be a capacity, if by the step times there is none.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
+    if not found.estimated_rate and not found.is_confirmed:
+        return _slo_with_a_capacity(server.slower(found.factor or 1.0), demand, slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
         return ""
@@ -77,13 +81,30 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     )
 
 
-def _easier_slos(slo: Slo) -> Iterator[list[Alternative]]:
+def _slo_with_a_capacity(server: ServerModel, demand: Demand, slo: Slo) -> str:
+    """Return a sentence with the nearest SLOs under which this server would have a capacity; "":
+    there is none among the alternatives."""
+    found: list[str] = []
+    for alternatives in _easier_slos(slo, (*LIMIT_FACTORS, *MORE_FACTORS)):
+        for key, value, easier_slo in alternatives:
+            rate = server.capacity(demand, easier_slo, QUICK_REQUESTS).rate
+            if rate > 0:
+                found.append(f"slo.{key} = {value}: about {formatting.rate(rate)}")
+                break
+    if not found:
+        return ""
+    return f"There would be a capacity with another SLO: {'; '.join(found[:MAX_ALTERNATIVES])}."
+
+
+def _easier_slos(
+    slo: Slo, limit_factors: Sequence[float] = LIMIT_FACTORS
+) -> Iterator[list[Alternative]]:
     """Yield the alternatives for each key of the SLO, the nearest value first."""
     replace = msgspec.structs.replace
     targets = [target for target in TARGETS if target < slo.target]
     yield [Alternative("target", f"{value:g}", replace(slo, target=value)) for value in targets]
     for name, limit in slo.limits.items():
-        values = [limit * factor for factor in LIMIT_FACTORS]
+        values = [limit * factor for factor in limit_factors]
         yield [
             Alternative(f"{name}_seconds", f"{value:.3g}", slo.with_limits(**{name: value}))
             for value in values

@@ -18,8 +18,9 @@ too briefly to be seen and those that a container hides. The rest of the delay i
 engine itself, or by our API and load generator if they share its cores. That is due to the layout
 of the cores, not to the machine, and does not count.
 
-CPU contention can only make answers later. So a disturbed level of which little was taken
-(`is_slight`) counts if it meets the SLO nevertheless: on a quiet machine it would meet it too.
+CPU contention can only make answers later. So a disturbed level that meets the SLO counts: on a
+quiet machine it would meet it too. Its steps took 1 / (1 - share) times as long as they would have
+there, and their times are shortened by that.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from crossover.loadtests.records.journal_events import Disturbance
 from crossover.loadtests.records.resource_sample import CoresSample, busiest
 
 MAX_TAKEN_SHARE = 0.03  # if more is taken, the level is disturbed
-# If more is taken, the level never counts: its rate may be so far below the capacity that the upper
-# end of an interval would be too low.
-MAX_SLIGHT_SHARE = 0.1
+MAX_SLIGHT_SHARE = 0.1  # of a burst: if more is taken, it is sent again once
 MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request noticeably
 # Per time slice: waking a thread on an idle virtual core takes 20 to 100 us.
 MIN_TAKEN_SECONDS = 0.0002
@@ -41,7 +40,7 @@ MIN_TAKEN_SECONDS = 0.0002
 def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
     """Return the CPU contention on an engine's cores during one level; None without samples.
 
-    `counts`: the campaign accepts disturbed levels.
+    `counts`: the campaign accepts disturbed levels as they are.
     """
     if not samples:
         return None
@@ -91,11 +90,12 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
         who=max(taken_seconds, key=lambda name: taken_seconds[name]),
         is_disturbed=True,
         counts=counts,
+        is_corrected=not counts,
     )
 
 
 def is_slight(disturbance: Disturbance) -> bool:
-    """Whether so little was taken that a level counts if it meets the SLO nevertheless."""
+    """Whether so little was taken that a burst need not be sent again."""
     return (disturbance.share or 0.0) <= MAX_SLIGHT_SHARE
 
 

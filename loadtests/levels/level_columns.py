@@ -137,6 +137,31 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return bool(disturbance and disturbance.is_set_aside)
 
     @property
+    def taken_share(self) -> float:
+        """Share of its CPU time that the engine lost to other processes, 0..1, and by which the
+        times of its steps are to be shortened."""
+        disturbance = self.finished and self.finished.disturbance
+        if not disturbance or not disturbance.is_corrected:
+            return 0.0
+        return disturbance.share or 0.0
+
+    @cached_property
+    def undisturbed(self) -> Level:
+        """The level as it would have been on a machine without other processes: all times are
+        shortened by the share that they took.
+
+        A single stream or a burst is exactly this level. Of an open loop, arrivals are nearer to
+        each other too, so only the times of its steps are those of the undisturbed machine.
+        """
+        kept = 1 - self.taken_share
+        if kept == 1:
+            return self
+        columns = ("due", "sent", "first", "first_answer", "last", "ended", "chunks")
+        times = {name: getattr(self, name) * kept for name in columns}
+        window = self.window[0] * kept, self.window[1] * kept
+        return msgspec.structs.replace(self, window=window, **times)
+
+    @property
     def window_seconds(self) -> float:
         return self.window[1] - self.window[0]
 

@@ -62,7 +62,17 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # `estimated_rate` if the server computed each conversation's history again; None: the workload
     # has no conversations, or the server does so.
     estimated_rate_without_reuse: float | None = None
-    advice: str = ""  # an SLO under which the interval would be narrow; "": none
+    # Advice about the SLO: one under which the interval would be narrow, or under which there would
+    # be a capacity; "": none.
+    advice: str = ""
+    # The share of its CPU time that the engine lost to other processes, as the mean of the levels;
+    # None: no level was disturbed. `estimated_rate` is that of the machine
+    # without them, `busy_rate` that of the machine as busy as it was.
+    taken_share: float | None = None
+    busy_rate: float | None = None
+    # The estimate from step times, where a level that met the SLO at a higher rate has raised
+    # `estimated_rate`; None: no level contradicted it.
+    contradicted_rate: float | None = None
 
     @property
     def is_confirmed(self) -> bool:
@@ -79,9 +89,12 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     lost_share: float | None = None
     who: str = ""  # who took most of it, if the level is disturbed
     is_disturbed: bool = False
-    # The level counts although it is disturbed: the campaign accepts that, or little was taken and
-    # the level met the SLO.
+    # The level counts although it is disturbed: the campaign accepts that, the level met the SLO
+    # all the same, or what was taken does not explain that it missed it.
     counts: bool = False
+    # The times of its steps stand for the undisturbed machine once they are shortened by `share`.
+    # False: they are taken as they were, because the campaign accepts that.
+    is_corrected: bool = False
 
     @property
     def is_set_aside(self) -> bool:
@@ -171,7 +184,7 @@ class CellReady(Event, frozen=True, kw_only=True):
 
     cell: str
     info: EngineInfo = EngineInfo()
-    load_seconds: float | None = None
+    load_seconds: float | None = None  # of the budget
     synthetic: bool = False  # random weights
     spec: ModelSpec | None = None  # shape of a model that is not of the ladder; None: not known
     url: str | None = None
@@ -261,7 +274,7 @@ class LevelAbandoned(Event, frozen=True, kw_only=True):
 
 
 class Waited(Event, frozen=True, kw_only=True):
-    """The campaign waited for a quiet machine."""
+    """The campaign waited for a quiet machine, before it repeated a level."""
 
     cell: str
     reason: str  # who disturbed it
@@ -269,11 +282,18 @@ class Waited(Event, frozen=True, kw_only=True):
 
 
 class NeverQuiet(Event, frozen=True, kw_only=True):
-    """The configuration waited for a quiet machine as long as it may. No level was measured after
-    this."""
+    """A level missed the SLO while it was disturbed, and so did its repetition. Its rate is neither
+    met nor missed by the machine without other processes."""
 
     cell: str
     reason: str  # who disturbed the machine
+
+
+class Elapsed(Event, frozen=True, kw_only=True):
+    """Time that passed between measurements, such as that of simulations."""
+
+    cell: str
+    spent_seconds: float
 
 
 AnyEvent: Any = functools.reduce(operator.or_, Event.__subclasses__())  # every kind above

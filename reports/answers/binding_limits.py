@@ -36,13 +36,16 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
     if not slo.limits or cell.capacity is None:
         return None
     taken_share = taken_share_of(cell)
-    if taken_share is not None and taken_share >= MIN_TAKEN:
-        return by_other_processes(cell.estimated_rate or 0.0, taken_share)
-    if cell.estimated_rate is None:
-        return None
     server = cell.simulated()
     if server is None:
+        # Without step times it is not known whether the SLO would be met without them.
+        if taken_share is not None and taken_share >= MIN_TAKEN and cell.estimated_rate:
+            return by_other_processes(cell.estimated_rate, taken_share)
         return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
+    if cell.capacity.busy_rate is not None:  # the estimate is of the machine without them
+        taken_share = None
+    if cell.estimated_rate is None:
+        return None
     return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
 
 

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from crossover.loadtests.capacity.capacity_text import reuse_words, speed_words, users_words
+from crossover.loadtests.capacity.capacity_text import (
+    contradiction_words,
+    disturbance_words,
+    reuse_words,
+    speed_words,
+    users_words,
+)
 from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
 from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, route_words
 from crossover.loadtests.records.journal_events import (
@@ -131,6 +137,12 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         capacity = cell.capacity
         if capacity is None:
             continue
+        if text := disturbance_words(capacity, cell.unit_rate):
+            advice = "End other programs and measure again to see the machine alone under load."
+            yield NamedWarning("OtherProcesses", WARNING, f"{title}: {text}", advice)
+        if text := contradiction_words(capacity, cell.unit_rate):
+            advice = "Measure again if the difference matters."
+            yield NamedWarning("EstimateRaised", NOTE, f"{title}: {text}", advice)
         if text := speed_words(capacity):
             advice = "The interval covers both speeds. Measure again at another time."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)

@@ -9,7 +9,8 @@ rows, context, or the fixed cost of each step, which on a CPU is mostly reading 
 memory. The shares of the engine's busy time, by the step-time model, explain it. Slots or KV memory
 bind if most requests that missed the SLO had waited for them, and if twice as much would raise the
 capacity about as much as the halved cost would: they take precedence, because they are settings.
-Other processes that took a tenth of the engine's time take precedence over all of these.
+Other processes that took a tenth of the engine's time take precedence over all of these, if single
+requests would meet the SLO without them.
 """
 
 from __future__ import annotations
@@ -131,12 +132,12 @@ def binding_limit(
     `taken_share`: the part of the time that other processes took from the engine, 0..1; None: it
     was not watched.
     """
-    if taken_share is not None and taken_share >= MIN_TAKEN:
-        return by_other_processes(rate, taken_share)
     unloaded = server.unloaded()
     if slo.met_by(unloaded).mean() < slo.target or not rate:
         unloaded_limit = missed_unloaded([unloaded], slo)
         return msgspec.structs.replace(unloaded_limit, taken_share=taken_share)
+    if taken_share is not None and taken_share >= MIN_TAKEN:
+        return by_other_processes(rate, taken_share)
     simulated = server.play(rate)
     missed = ~slo.met_by(simulated)
     missed_limit, missed_limit_share = _first_missed(simulated, slo)

@@ -234,6 +234,12 @@ def halting(share: float = 0.1, each: float = 60.0, slowed: float = 0.5, seed: i
     return speed
 
 
+def hog(share: float, in_caches: float = 0.0) -> Speed:
+    """Return the speed beside a process that takes this share of the engine's CPU time, and slows
+    the rest through caches and memory, which no counter shows."""
+    return lambda at: (1 - share) * (1 - in_caches)
+
+
 def lost(speed: Speed) -> Callable[[float, float], float]:
     """Return the seconds that a slower machine lost between two moments."""
     return lambda start, end: (
@@ -323,10 +329,17 @@ def worlds() -> dict[str, World]:
         ("half speed 10 % of the time", halting(), False),
         ("half speed at times, seen", halting(), True),
         ("6 % taken in turns, seen", halting(0.4, 20.0, 0.85), True),
+        ("hog: 10 % all the time", hog(0.10), True),
+        ("hog: 25 % all the time", hog(0.25), True),
+        ("hog: 50 % all the time", hog(0.50), True),
+        ("hog: 25 % in bursts of 10 s", halting(0.5, 10.0, 0.5), True),
+        ("hog: 50 % in bursts of a minute", halting(0.6, 60.0, 1 / 6), True),
+        ("hog: 25 %, and 8 % in caches", hog(0.25, 0.08), "only the CPU time"),
     ):
         more: dict[str, Any] = {"speed": speed, "is_stationary": False}
         if is_seen:
-            more = {"taken": lost(speed), "quiet": batching(SLOW360)}
+            seen = hog(0.25) if is_seen == "only the CPU time" else speed
+            more = {"taken": lost(seen), "quiet": batching(SLOW360)}
         wandering = batching(SLOW360, speed=speed)
         found.append(World(name, CHAT, short, wandering, 0.05, 6.0, **more))
     found += [

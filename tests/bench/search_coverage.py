@@ -29,6 +29,7 @@ from crossover.loadtests.records.journal_events import (
     Capacity,
     CellFinished,
     LevelFinished,
+    NeverQuiet,
     of_kind,
 )
 from crossover.loadtests.records.run_folder import read_records
@@ -115,7 +116,7 @@ def one(name: str, seed: int) -> End:
     if world.has_capacity:
         truth = world.capacity(100 * seed + STARTS if world.start_spread else 1)
         truth_of_minutes = world.met(began, simulated.now, 100 * seed + 1)
-    was_never_quiet = "never quiet" in simulated.output.getvalue()
+    was_never_quiet = bool(of_kind(run.events, NeverQuiet))
     return End(
         ended.capacity,
         truth,

@@ -167,7 +167,7 @@ class Simulated:
         self.opened.append(state.key)
         self.opening(state)
         self.now += 5.0
-        state.record(CellReady(cell=state.key, url="simulated"))
+        state.record(CellReady(cell=state.key, url="simulated", load_seconds=5.0))
         yield Bench(self, state)
 
     def server(self, seed: int, start: int = 1) -> Serves:
@@ -177,9 +177,9 @@ class Simulated:
 
         def steps(rows: int, tokens: int, context: int, passes: int) -> float:
             plain = self.base + self.row * rows + self.prompt * tokens
-            return (
-                plain * float(np.exp(self.noise * rng.normal())) / self.speed(self.now + server.now)
-            )
+            at = self.now + server.now
+            speed = self.speed(at) * (1 - self.hog_share * (self.hog[0] <= at < self.hog[1]))
+            return plain * float(np.exp(self.noise * rng.normal())) / speed
 
         server = KnownServer(steps, slots=self.slots, chunk=self.chunk)
         return server
@@ -205,7 +205,7 @@ class Bench(ServerBench):
         super().__init__(state, Progress(world.output))
         self.world, self.policy, self.slots = world, world.policy, world.reported_slots
 
-    def measure(self, name: str, plan: LevelPlan, *, counts_slight: bool = False) -> Level:
+    def measure(self, name: str, plan: LevelPlan, *, counts_disturbed: bool = False) -> Level:
         world, state = self.world, self.state
         started = LevelStarted(
             cell=state.key,
@@ -239,7 +239,7 @@ class Bench(ServerBench):
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
         level = rows.level(started, finished)
-        level = judge_level(level, state.campaign.slo, [], counts_slight)
+        level = judge_level(level, state.campaign.slo, [], counts_disturbed)
         state.finish_level(level)
         return level
 

@@ -174,11 +174,8 @@ def test_disturbed_bursts_are_sent_again():
     assert made.step_times.row_seconds == pytest.approx(STEP_TIMES.row_seconds, rel=0.05)
 
 
-def test_a_burst_without_information_is_left_out_and_one_slot_needs_none():
+def test_one_slot_needs_no_burst():
     server = KnownServer(STEP_TIMES.seconds)
-    assert calibrated(server, send_burst=lambda burst: None).step_times is not None, (
-        "single streams are left"
-    )
     assert calibrated(server, slots=1).step_times is not None and not server.sent_bursts
 
 

@@ -14,6 +14,7 @@ import pytest
 from crossover.loadtests.capacity import capacity_estimate
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import confirming_seconds, estimate
+from crossover.loadtests.capacity.capacity_text import contradiction_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.serving.capacity.simulated_capacity import (
@@ -132,10 +133,27 @@ def test_a_level_that_misses_the_target_bounds_the_capacity_against_the_model() 
     assert found.estimated_rate < 0.9 * LIMIT
 
 
-def test_a_rate_above_all_evidence_is_not_confirmed() -> None:
-    """Of several levels just above the limit one holds by chance."""
+def test_a_level_above_the_estimate_confirms_what_it_proves_and_raises_the_estimate() -> None:
+    """It takes as many requests as where no step-time model fits; fewer confirm the estimate."""
     above = by_step_times([steady_level(1.1 * LIMIT)])
-    assert above.state == "not_confirmed" and above.confirm_seconds is not None
+    assert above.confirmed_rate is not None and above.confirmed_rate > LIMIT
+    assert above.estimated_rate == above.confirmed_rate == above.low
+    assert above.contradicted_rate == pytest.approx(LIMIT, rel=0.05)
+    assert above.high is not None and above.high > above.confirmed_rate
+    assert "but a level at 2.4/s met the SLO" in contradiction_words(above)
+    fewer = by_step_times([steady_level(1.1 * LIMIT, bad=18)])
+    assert fewer.contradicted_rate is None
+    assert fewer.confirmed_rate == fewer.estimated_rate == pytest.approx(LIMIT, rel=0.05)
+
+
+def test_a_level_that_met_the_target_and_confirms_nothing_has_the_reason_in_words() -> None:
+    short = by_step_times([steady_level(0.8 * LIMIT, seconds=40)])
+    assert short.state == "not_confirmed" and "is too short" in short.reason
+    assert "72 of 72 requests met the SLO" in short.reason
+
+
+def test_a_rate_above_one_that_missed_is_not_confirmed() -> None:
+    """Of several levels just above the limit one holds by chance."""
     failed, lucky = steady_level(0.8 * LIMIT, bad=60), steady_level(0.85 * LIMIT)
     assert by_step_times([failed, lucky]).state == "not_confirmed", "below it one failed"
     # By levels: 120 requests, all good, hold alone; beside tries that did not hold they do not.
@@ -194,7 +212,7 @@ def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
     found, steady = by_step_times(levels, (1.0, 1.5)), by_step_times(levels, (1.2, 1.25))
     assert found.speed_moved == pytest.approx(0.5) and steady.speed_moved is None
     assert found.low is not None and found.high is not None
-    assert found.low < LIMIT * (LOADED / 1.5) ** STEEPNESS
+    assert found.low == found.confirmed_rate, "at half speed it is lower than what met the SLO"
     assert found.high > LIMIT * (LOADED / 1.0) ** STEEPNESS
     since = by_step_times(levels[:1], 1.6 * LOADED)
     assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
