@@ -65,6 +65,7 @@ class SharedOptions(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fie
     cores: str = ""
     bridge: bool = True
     idle_unload_seconds: Positive | None = None
+    sampling_defaults: Literal["model", "openai"] = "model"
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +90,8 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Port = 8000
     served_name: str | None = None
     api_key_env: str | None = None
+    open_metrics: bool = False
+    cors_origin: tuple[str, ...] = ()
     ready_file: str | None = None
     api_cores: str = ""
     cache: str | None = None
