@@ -92,9 +92,8 @@ def test_an_order_that_the_template_refuses_is_changed_and_no_text_is_lost(
 
 
 def test_a_refusal_for_another_reason_keeps_its_words() -> None:
-    template = (
-        "{% if messages[0].content == 'no' %}" + REFUSE % "Not this." + "{% endif %}" + SHOW_ALL
-    )
+    refusal = "{% if 'no' in messages[0].content %}" + REFUSE % "Not this." + "{% endif %}"
+    template = refusal + SHOW_ALL
     with serve_template(template) as (port, _):
         messages = [turn("user", "no"), turn("user", "u2")]
         assert "Not this." in chat(port, messages=messages).error["message"]
