@@ -66,5 +66,9 @@ def explain(problem: str, request: type) -> tuple[str, str]:
     elif fault.kind == "other":
         sentence = f"{fault.rule[:1].upper()}{fault.rule[1:]}."
     else:
-        sentence = f"This {fault.rule}{f', but it is {fault.got}' if fault.got else ''}."
+        # msgspec does not say under which key of an object the value is.
+        is_inner_value = problem.endswith("[...]`")
+        subject, pronoun = ("Each value of this", "one") if is_inner_value else ("This", "it")
+        got = f", but {pronoun} is {fault.got}" if fault.got else ""
+        sentence = f"{subject} {fault.rule}{got}."
     return fault.place, sentence

@@ -1,4 +1,4 @@
-"""The sampling that a model recommends, from its folder or its GGUF file, and what a request gets."""
+"""The sampling that a model recommends, and what a request gets that leaves it out."""
 
 from __future__ import annotations
 

@@ -144,6 +144,7 @@ def test_keys_of_other_clients_are_taken(fields: dict[str, Any], expected: dict[
         ({"stop": ["x"] * 257}, "at most 256 entries"),
         ({"enable_thinking": False}, "chat_template_kwargs"),
         ({"guided_json": {}}, "response_format"),
+        ({"logit_bias": {"5": "x"}}, "Each value of this must be a number, but one is a string."),
     ],
 )
 def test_what_stays_refused_names_the_way_out(fields: dict[str, Any], words: str) -> None:
