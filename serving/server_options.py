@@ -112,6 +112,9 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 command_line += [flag, f"{key}={json.dumps(item)}"]
+        elif isinstance(value, tuple):
+            for item in value:
+                command_line += [flag, str(item)]
         elif value is not None:
             command_line += [flag, str(value)]
     return command_line

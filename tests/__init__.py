@@ -5,5 +5,5 @@ import os
 
 os.environ.setdefault(
     "CROSSOVER_BACKENDS",
-    "fake=tests.fake_backend:FakeBackend,scripted=tests.scripted_backend:ScriptedBackend",
+    "fake=tests.fake_backend:FakeBackend,scripted_text=tests.scripted_backend:ScriptedBackend",
 )

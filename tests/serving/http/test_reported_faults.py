@@ -172,7 +172,7 @@ def scripted(folder: Path, template: str, texts: list[str], **options: Any) -> E
     settings = SchedulerSettings(slots=2, context_tokens=1024)
     path = str(folder)
     return EngineConfig(
-        "scripted", "", "m", tokenizer_path=path, settings=settings, options=options
+        "scripted_text", "", "m", tokenizer_path=path, settings=settings, options=options
     )
 
 
