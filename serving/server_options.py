@@ -65,6 +65,7 @@ class SharedOptions(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fie
     cores: str = ""
     bridge: bool = True
     idle_unload_seconds: Positive | None = None
+    sampling_defaults: Literal["model", "openai"] = "model"
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +90,8 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Port = 8000
     served_name: str | None = None
     api_key_env: str | None = None
+    open_metrics: bool = False
+    cors_origin: tuple[str, ...] = ()
     ready_file: str | None = None
     api_cores: str = ""
     cache: str | None = None
@@ -109,6 +112,9 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 command_line += [flag, f"{key}={json.dumps(item)}"]
+        elif isinstance(value, tuple):
+            for item in value:
+                command_line += [flag, str(item)]
         elif value is not None:
             command_line += [flag, str(value)]
     return command_line

@@ -1,5 +1,9 @@
-"""Tests of the product. Processes that they start know the backend of tests/fake_backend.py."""
+"""Tests of the product. Processes that they start know the backends of tests/fake_backend.py and
+tests/scripted_backend.py."""
 
 import os
 
-os.environ.setdefault("CROSSOVER_BACKENDS", "fake=tests.fake_backend:FakeBackend")
+os.environ.setdefault(
+    "CROSSOVER_BACKENDS",
+    "fake=tests.fake_backend:FakeBackend,scripted_text=tests.scripted_backend:ScriptedBackend",
+)

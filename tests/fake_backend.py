@@ -100,17 +100,19 @@ class SavedHash(NamedTuple):
 class FakeBackend:
     """See crossover.serving.backends.backend_interface.Backend."""
 
-    @staticmethod
-    def row() -> BackendSpec:
+    options_type: type[FakeOptions] = FakeOptions
+
+    @classmethod
+    def row(cls) -> BackendSpec:
         """Its row of the table of backends."""
         from crossover.serving.backends.backend_table import MIB, BackendSpec, Overhead
 
         devices = {"cpu": Overhead(60 * MIB), "gpu": Overhead(60 * MIB)}
-        cls = "tests.fake_backend:FakeBackend"
-        return BackendSpec(cls=cls, weights="none", overhead=devices)
+        path = f"{cls.__module__}:{cls.__name__}"
+        return BackendSpec(cls=path, weights="none", overhead=devices)
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
-        self._options = options = parse_options(FakeOptions, config.options, "fake")
+        self._options = options = parse_options(self.options_type, config.options, "fake")
         self._failure = options.fail_cause
         for tick in range(10):
             progress("loading nothing", tick / 10)

@@ -319,6 +319,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "weight_format": cell.weight_format or None,
         "policy": placement_policy_of(cell, campaign),
         "port": 0,
+        "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
         "threads": campaign.server.threads or cell.threads or layout.engine_threads,

@@ -11,11 +11,12 @@ import functools
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from crossover.models.errors import BadChat
+from crossover.models.text.sampling_defaults import SamplingDefaults
 from crossover.models.text.template_process import BadTemplate, TemplateProcess
 
 CHATML = (
@@ -71,6 +72,7 @@ class RendersChat:
     chat_template: str | None  # the default one
     other_templates: Mapping[str, str] = MappingProxyType({})  # by name, such as "tool_use"
     chat_tokens: dict[str, str]  # special tokens that a template may refer to: {"bos_token": "<s>"}
+    sampling_defaults = SamplingDefaults()  # what the model's makers recommend
 
     def template_for(self, has_tools: bool) -> str:
         """Return the template for a chat, chosen as transformers does. Raises BadChat."""
@@ -244,10 +246,15 @@ class RendersChat:
         if source in self._refused:
             raise BadChat(self._refused[source])
         yield turns
-        for change in (_with_short_ids, _with_single_calls, _with_empty_parts):
+        changes: list[Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]] | None]]
+        changes = [_with_short_ids, _with_single_calls, _with_empty_parts, _with_paired_results]
+        if self.content_form("system", source) not in ("dropped", "refused"):
+            changes.append(_with_one_system_turn)
+        changes += [_with_alternating_roles, _with_system_turns_as_user_turns]
+        for change in changes:
             changed = change(turns)
-            if changed is not None:
-                turns = changed
+            if changed is not None and changed != turns:
+                turns = self._in_forms(changed, source)
                 yield turns
 
     def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
@@ -417,3 +424,107 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
                 new_turn["tool_call_id"] = unanswered.pop(0)
         new_turns.append(new_turn)
     return new_turns
+
+
+# --- orders of turns that some templates refuse. No text is lost.
+
+
+def _with_paired_results(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with a result for each call, and a call for each result.
+
+    A result of an unknown call belongs to the oldest call without one. Where there is none, the
+    result becomes a user turn, and a call without a result becomes text of its turn.
+    """
+    new_turns: list[dict[str, Any]] = []
+    caller: dict[str, Any] = {}  # the last turn with calls
+    unanswered: list[dict[str, Any]] = []  # its calls without a result so far
+    for turn in [*turns, {"role": ""}]:
+        new_turn = dict(turn)
+        if turn["role"] == "tool":
+            call_id = turn.get("tool_call_id")
+            call = next((call for call in unanswered if call.get("id") == call_id), None)
+            if call is None and unanswered:
+                call = unanswered[0]
+                new_turn["tool_call_id"] = call.get("id")
+            if call is None:
+                text = f"<tool_response>\n{_joined(turn['content'])}\n</tool_response>"
+                new_turn = {"role": "user", "content": text}
+            else:
+                unanswered = [other for other in unanswered if other is not call]
+        else:
+            if unanswered:
+                answered = [call for call in caller["tool_calls"] if call not in unanswered]
+                caller["tool_calls"] = unanswered
+                append_calls_as_text(caller)
+                if answered:
+                    caller["tool_calls"] = answered
+            caller, unanswered = new_turn, list(turn.get("tool_calls") or ())
+        new_turns.append(new_turn)
+    return new_turns[:-1]
+
+
+def _with_one_system_turn(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with the text of all system turns in one, at the beginning."""
+    systems = [dict(turn) for turn in turns if turn["role"] == "system"]
+    others = [dict(turn) for turn in turns if turn["role"] != "system"]
+    return [functools.reduce(_merged, systems), *others] if systems else others
+
+
+def _with_system_turns_as_user_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with the text of system turns in turns of the user."""
+    as_user = [{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns]
+    return _with_alternating_roles(as_user)
+
+
+def _with_alternating_roles(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns with neighbors of one role joined, and an empty user turn before an answer
+    that nobody asked for."""
+    new_turns: list[dict[str, Any]] = []
+    for turn in turns:
+        last = new_turns[-1] if new_turns else {"role": ""}
+        if turn["role"] == last["role"] in ("user", "assistant"):
+            new_turns[-1] = _merged(last, turn)
+            continue
+        if turn["role"] == "assistant" and last["role"] in ("", "system"):
+            new_turns.append({"role": "user", "content": ""})
+        new_turns.append(dict(turn))
+    return new_turns
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two turns of one role as one."""
+    turn = {**first, **second}
+    for key in ("content", "reasoning_content"):
+        texts = [text for one in (first, second) if (text := _joined(one.get(key)))]
+        if texts or key == "content":
+            turn[key] = "\n\n".join(texts)
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def append_calls_as_text(turn: dict[str, Any]) -> None:
+    """Move a turn's calls to the end of its content."""
+    calls = turn.pop("tool_calls", ())
+    if not calls:
+        return
+    call_texts = [f"<tool_call>\n{_as_json(call['function'])}\n</tool_call>" for call in calls]
+    calls_text = "\n".join(call_texts)
+    if isinstance(turn["content"], list):
+        turn["content"] = [*turn["content"], {"type": "text", "text": calls_text}]
+    else:
+        turn["content"] = f"{turn['content'] or ''}\n{calls_text}".lstrip("\n")
+
+
+def arguments_as_text(arguments: Any) -> str:
+    """Return a call's arguments as JSON."""
+    if isinstance(arguments, str):
+        return str(arguments)
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_json(function: Mapping[str, Any]) -> str:
+    """Return a call of this function as JSON; invalid arguments of the model stay as they are."""
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {arguments_as_text(function["arguments"])}}}'

@@ -13,6 +13,7 @@ from typing import Any
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.text.chat_template import RendersChat
+from crossover.models.text.sampling_defaults import GGUF_KEYS, read_sampling_defaults
 
 _NAMED_TEMPLATE = b"tokenizer.chat_template."  # start of a metadata key
 _NO_VOCABULARY = 0  # enum llama_vocab_type
@@ -51,6 +52,16 @@ class GgufTokenizer(RendersChat):
         template = llama.llama_model_chat_template(model, None)
         self.chat_template = template.decode(errors="replace") if template else None
         self.other_templates = self._named_templates(model)
+        self.sampling_defaults = read_sampling_defaults(self._sampling_values(model))
+
+    def _sampling_values(self, model: Any) -> dict[str, str]:
+        """Return the sampling parameters in the metadata, as texts by the names of requests."""
+        values: dict[str, str] = {}
+        buffer = ctypes.create_string_buffer(64)
+        for name, key in GGUF_KEYS.items():
+            if self._llama.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) > 0:
+                values[name] = buffer.value.decode(errors="replace")
+        return values
 
     def _named_templates(self, model: Any) -> dict[str, str]:
         """Return name -> chat template, from the metadata keys tokenizer.chat_template.NAME."""

@@ -33,6 +33,7 @@ from crossover.models.errors import (
 from crossover.models.gguf.reader import is_gguf_file
 from crossover.models.text.chat_template import CHATML, RendersChat
 from crossover.models.text.gguf_vocabulary import GgufTokenizer
+from crossover.models.text.sampling_defaults import read_sampling_defaults
 
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = DATA / "tokenizer.json"
@@ -107,7 +108,9 @@ class HfTokenizer(RendersChat):
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if token := config.get(name):  # a string, or an object with `content`
                 self.chat_tokens[name] = token["content"] if isinstance(token, dict) else token
-        self.eos_ids = self._eos_ids(file.parent)
+        generation_config = _read_json(file.parent / "generation_config.json")
+        self.sampling_defaults = read_sampling_defaults(generation_config)
+        self.eos_ids = self._eos_ids(generation_config, file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
         self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
         templates = _chat_templates(file.parent, config)
@@ -138,10 +141,9 @@ class HfTokenizer(RendersChat):
         """Return the token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
         return self._special_parsing.id_to_token(token) or ""
 
-    def _eos_ids(self, folder: Path) -> frozenset[int]:
+    def _eos_ids(self, generation_config: Mapping[str, Any], folder: Path) -> frozenset[int]:
         """Return the ids in generation_config.json, or else in config.json, and the id of the token
         named eos_token."""
-        generation_config = _read_json(folder / "generation_config.json")
         config = _read_json(folder / "config.json")
         eos_ids = generation_config.get("eos_token_id")
         if eos_ids is None:

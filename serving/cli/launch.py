@@ -63,7 +63,14 @@ def launch(options: ServeOptions) -> int:
         registry = make_registry(options, log)
         # A local server without a key checks the Host header (see App).
         checked_host = options.host if is_local and api_key is None else None
-        app = App(registry, api_key, admin_key, checked_host)
+        app = App(
+            registry,
+            api_key,
+            admin_key,
+            checked_host,
+            options.cors_origin,
+            options.open_metrics,
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, log))
 

@@ -187,7 +187,12 @@ class Ingress:
 
         log = ConsoleLog(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, log)
-        self._app = App(_registry, self._api_key)
+        self._app = App(
+            _registry,
+            self._api_key,
+            cors_origins=self._options.cors_origin,
+            has_open_metrics=self._options.open_metrics,
+        )
         await _registry.start()
         (model,) = _registry.models.values()
         await model.supervisor.wait_ready()

@@ -136,9 +136,9 @@ class Worker:
         padding = [b""] * (info.vocabulary - len(table))
         table = [*table, *padding][: info.vocabulary]
         ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
-        self._grammars = Grammars(table, ends)
-        # Grammars get the table without the text of marks, which they must never sample.
+        # Grammars must never sample marks, except where a call may begin.
         text_table = with_marks(table, tokenizer)
+        self._grammars = Grammars(table, ends, text_table)
         self.scheduler = Scheduler(self.backend, text_table, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from crossover.serving.backends.backend_interface import BackendInfo
+from crossover.serving.engine.detokenize_and_stop import ThoughtMarks
 from crossover.serving.errors import Cause
 from crossover.serving.sampling.step_inputs import Sampling
 from crossover.serving.sampling.step_inputs import TokenDetail as TokenDetail
@@ -35,6 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     deadline_seconds: float | None = None  # from its arrival at the engine
     include_stop: bool = False  # the text ends with the stop string
     whole: bool = False  # not streamed: the reader gets one Delta, at the end
+    thoughts: ThoughtMarks | None = None  # in which stop strings do not count; None: there are none
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

@@ -113,7 +113,7 @@ class Scheduler:
                 )
                 problem = Unsupported(why, parameter)
                 return failed_delta(submit.id, problem)
-        text = StreamText(self._table, request.stop, request.include_stop)
+        text = StreamText(self._table, request.stop, request.include_stop, request.thoughts)
         sequence = Sequence(submit, text, self._eos, context, self.clock(), state)
         self._has_deadlines |= sequence.deadline is not None
         self._by_id[submit.id] = sequence

@@ -5,7 +5,8 @@
 An unknown key of a request is refused, because it asks for something. In messages, their parts and
 calls, and tools it is ignored: clients of other providers send such keys back, and they cannot
 change the answer. Null means that a key is not set. An integer may be written as 2.0. If a key is
-left out, OpenAI's defaults apply: `temperature` 1.0, and `max_tokens` 16 for completions.
+left out, the model's sampling defaults apply (crossover.models.text.sampling_defaults), and
+`max_tokens` is 16 for completions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from crossover.serving.sampling.grammar import MAX_CHARACTERS
 T = TypeVar("T")
 MAX_VALUES = 500_000  # more than a context has tokens
 _MAX_INT32 = 2**31 - 1
-_MAX_INT64 = 2**63 - 1
+MAX_LOGPROBS = 128  # alternatives of a token
+MAX_STOPS = 256  # stop texts of a request
 
 # --- requests
 
@@ -51,28 +53,30 @@ class StreamOptions(RequestStruct, kw_only=True, frozen=True):
 
 
 class JsonSchemaFormat(RequestStruct, kw_only=True, frozen=True):
-    name: str
+    name: str | None = None
     schema: dict[str, Any]
     strict: bool | None = None
     description: str | None = None
 
 
 class ResponseFormat(RequestStruct, kw_only=True, frozen=True):
+    """`schema`: a JSON schema without the object around it, as llama.cpp takes it."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
-LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 LogitBias = Annotated[float, Meta(ge=-100, le=100)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+NoEffect = Annotated[Any, _about("Accepted without effect.")]
 NotOffered = Annotated[None, _about("Not supported: only null is accepted.")]
 MaxTokens = Annotated[
-    int, _about("Maximum output tokens; the context may leave fewer.", ge=1, le=_MAX_INT32)
+    int, _about("Maximum output tokens; the context may leave fewer. -1: no other limit.", ge=-1)
 ]
 
 
@@ -82,20 +86,18 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
     model: Annotated[str, _about("Default: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32)] | None = None
-    temperature: Annotated[float, _about("0 is greedy. Default: 1.0.", ge=0, le=2)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, _about("0 is greedy.", ge=0)] | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, _about("-1 or 0 keeps all.", ge=-1, le=_MAX_INT32)] | None = None
+    top_k: Annotated[int, _about("-1 or 0 keeps all.", ge=-1)] | None = None
     min_p: Probability | None = None
-    seed: Annotated[int, _about("Default: random.", ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = (
-        None
-    )
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    seed: Annotated[int, _about("Negative, like the default: random.")] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     logit_bias: Annotated[dict[int, LogitBias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -104,13 +106,13 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("A grammar in GBNF.", max_length=MAX_CHARACTERS)] | None = None
     deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
-    # Clients send these keys; they have no effect.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # Clients send these keys, in many forms; they have no effect.
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
     # Keys of OpenAI's API that are not supported (crossover.serving.http.request_words names
     # alternatives).
     audio: NotOffered = None
@@ -120,7 +122,6 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
     prediction: NotOffered = None
     prompt_cache_options: NotOffered = None
     prompt_cache_retention: NotOffered = None
-    reasoning_effort: NotOffered = None
     suffix: NotOffered = None
     verbosity: NotOffered = None
     web_search_options: NotOffered = None
@@ -129,7 +130,7 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
 class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
-    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     echo: Literal[False] | None = None
     logprobs: LogprobCount | None = None
     add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
@@ -200,9 +201,10 @@ class PastCall(LenientStruct, kw_only=True, frozen=True):
 
 
 class Message(LenientStruct, kw_only=True, frozen=True):
-    """One message. UNSUPPORTED_MESSAGE_KEYS are refused if they have a value."""
+    """One message. UNSUPPORTED_MESSAGE_KEYS are refused if they have a value. The role `function`
+    and the key `function_call` are OpenAI's before tools: a tool's result, and a call."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: Any = None  # a text; the forms of other servers are ignored
@@ -213,7 +215,7 @@ class Message(LenientStruct, kw_only=True, frozen=True):
     audio: Any = None
     documents: Any = None
     files: Any = None
-    function_call: Any = None
+    function_call: PastFunction | None = None
     images: Any = None
     partial: Any = None
     prefix: Any = None
@@ -225,7 +227,6 @@ UNSUPPORTED_MESSAGE_KEYS = (
     "audio",
     "documents",
     "files",
-    "function_call",
     "images",
     "partial",
     "prefix",
@@ -259,6 +260,9 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
         Annotated[bool, _about("Continue the last message of the assistant.")] | None
     ) = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: (
+        Annotated[str, _about("For templates that read it. 'none' turns thinking off.")] | None
+    ) = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     # A Tool names the function that must be called.
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
@@ -341,18 +345,19 @@ Choice = TypeVar("Choice")
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """`arguments`: a JSON object as text."""
+    """`arguments`: a JSON object as text, or in a chunk what this adds to it."""
 
-    name: str
+    name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call in an answer. `index`: in a chunk, which of the answer's calls this is."""
+    """A tool call in an answer. `index`: in a chunk, which of the answer's calls this is; only the
+    first chunk of a call has its id, type and name."""
 
     index: int | UnsetType = UNSET
-    id: str
-    type: Literal["function"] = "function"
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: CalledFunction
 
 

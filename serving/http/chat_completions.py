@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,21 +13,24 @@ from msgspec import UNSET
 from crossover.models.errors import BadChat
 from crossover.models.text.template_process import AsWritten
 from crossover.serving.engine.ipc_messages import TokenDetail
-from crossover.serving.http.answer_parts import Part, format_of_output
+from crossover.serving.http.answer_parts import Part, call_openings, format_of_output, thought_marks
 from crossover.serving.http.api_errors import invalid_parameter
 from crossover.serving.http.body_types import (
     CHAT,
     UNSUPPORTED_MESSAGE_KEYS,
+    CalledFunction,
     ChatChoice,
     ChatDelta,
     ChatRequest,
     ContentPart,
     Finish,
     Message,
+    PastCall,
     ReasoningPart,
     RefusalPart,
     TextPart,
     ThinkingPart,
+    ToolCall,
     encode,
 )
 from crossover.serving.http.generation_response import (
@@ -45,9 +50,13 @@ from crossover.serving.http.tool_calls import (
 )
 from crossover.serving.registry.served_model import INLINE_CHARACTERS, ServedModel, in_text_thread
 
+logger = logging.getLogger("crossover.http")
+
 # Marks the end of the last message's content in a rendered prompt. Letters and digits alone, which
 # no template changes.
 _END_MARKER = "Q8crossover3E"
+# Roles of messages that templates know under another name.
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 # Variables of chat templates that the request sets in other ways than by chat_template_kwargs.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools"}
@@ -56,6 +65,8 @@ _RESERVED_VARIABLES = frozenset(
 
 async def chat_completions(request: Request) -> ChatResponse:
     body = await request.read(CHAT)
+    if body.stream:
+        request.keep_alive()
     model = await request.acquire_model(body.model, body.deadline_seconds)
     limits = model.engine_limits()
     template = template_of(model, body)
@@ -64,15 +75,25 @@ async def chat_completions(request: Request) -> ChatResponse:
     if body.top_logprobs and not body.logprobs:
         raise invalid_parameter("top_logprobs", "This needs logprobs: true.")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    generation = validate(body, limits, logprobs, calls.forced_calls)
+    generation = validate(body, limits, model.sampling_defaults, logprobs, calls.forced_calls)
     model.supervisor.requests.check_room()  # before a long prompt is tokenized
     is_constrained = generation.sampling.is_constrained
     is_long = request.body_bytes > INLINE_CHARACTERS
     text = await render_prompt(model, body, is_constrained, is_long)
-    ids = await model.tokens(text, "messages", limits, parse_special=True)
+    ids = await model.tokens(text, "messages", limits)
     prompt = Prompt(ids, token_limit(body, len(ids), limits))
     schemas = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(body)}
     output_format = format_of_output(template, text, calls.call_format, schemas, is_constrained)
+    if output_format is not None:
+        at_most_one_call = body.parallel_tool_calls is False
+        output_format = output_format._replace(at_most_one_call=at_most_one_call)
+        generation = msgspec.structs.replace(generation, thoughts=thought_marks(output_format))
+        if output_format.is_call_or_content and generation.sampling.json_schema is not None:
+            # The model either calls a function or answers by the schema.
+            sampling = msgspec.structs.replace(
+                generation.sampling, call_openings=call_openings(output_format)
+            )
+            generation = msgspec.structs.replace(generation, sampling=sampling)
     return ChatResponse(request, body, generation, [prompt], output_format)
 
 
@@ -124,6 +145,7 @@ def turns_of(
     if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
         text = "The request has a key of its own for this."
         raise invalid_parameter(f"chat_template_kwargs.{reserved[0]}", text)
+    _set_reasoning_effort(body, template, variables)
     if is_constrained and "enable_thinking" in template:
         variables.setdefault("enable_thinking", False)  # the grammar leaves no room to reason
     turns: list[dict[str, Any]] = []
@@ -146,9 +168,34 @@ def turns_of(
     return turns, variables
 
 
+def _set_reasoning_effort(body: ChatRequest, template: str, variables: dict[str, Any]) -> None:
+    """Give the template the request's `reasoning_effort`, if it reads that; "none" turns thinking
+    off. A template that reads neither shows no difference, and the request is answered without."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return
+    if effort == "none" and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", False)
+    elif "reasoning_effort" in template:
+        variables.setdefault("reasoning_effort", effort)
+    elif "enable_thinking" in template:
+        variables.setdefault("enable_thinking", True)
+    else:
+        _warn_of_ignored_effort()
+
+
+@functools.cache
+def _warn_of_ignored_effort() -> None:
+    """Log once per server that a request's `reasoning_effort` had no effect."""
+    logger.warning(
+        "A request has reasoning_effort, which the model's chat template does not read: it has no "
+        "effect. This is said once."
+    )
+
+
 def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """Return a message in the form that templates take: `developer` becomes `system`, reasoning is
-    under `reasoning_content`, and the arguments of calls are objects.
+    """Return a message in the form that templates take: with their roles, reasoning under
+    `reasoning_content`, and the arguments of calls as objects.
 
     Raises ApiError 400 for an unsupported key that would change the answer.
     """
@@ -156,7 +203,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         if getattr(message, key):
             text = "This server does not support this. Send text and tool calls only."
             raise invalid_parameter(f"messages[{index}].{key}", text)
-    if message.content is None and message.role not in ("assistant", "tool"):
+    if message.content is None and message.role not in ("assistant", "tool", "function"):
         raise invalid_parameter(f"messages[{index}].content", "This is null. Send a text.")
     content: Any = message.content
     if isinstance(content, list):
@@ -164,12 +211,12 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         content = [part for part in text_parts if part is not None]
     if message.refusal and not content:
         content = message.refusal
-    role = "system" if message.role == "developer" else message.role
+    role = _TEMPLATE_ROLES.get(message.role, message.role)
     turn: dict[str, Any] = {"role": role, "content": content or ""}
     if reasoning := _reasoning_of(message):
         turn["reasoning_content"] = reasoning
-    if message.tool_calls:
-        turn["tool_calls"] = _calls_of(message)
+    if calls := _calls_of(message):
+        turn["tool_calls"] = calls
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     return turn
@@ -218,8 +265,11 @@ def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
 
 def _calls_of(message: Message) -> list[dict[str, Any]]:
     """Return the calls of an earlier message in the form that templates take."""
+    past_calls = list(message.tool_calls or ())
+    if message.function_call is not None and not past_calls:
+        past_calls = [PastCall(function=message.function_call)]
     calls = []
-    for call in message.tool_calls or ():
+    for call in past_calls:
         arguments = _arguments_object(call.function.arguments)
         function = {"name": call.function.name, "arguments": arguments}
         calls.append({"id": call.id, "type": "function", "function": function})
@@ -256,6 +306,9 @@ class ChatResponse(GenerationResponse):
             delta = ChatDelta(role="assistant", content="")
         elif part.kind == "reasoning":
             delta = ChatDelta(reasoning_content=part.text)
+        elif part.kind == "arguments":
+            function = CalledFunction(arguments=part.text)
+            delta = ChatDelta(tool_calls=[ToolCall(index=choice.call_count - 1, function=function)])
         elif part.call is not None:
             call = msgspec.structs.replace(part.call, index=choice.call_count)
             delta = ChatDelta(tool_calls=[call])

@@ -22,9 +22,11 @@ from crossover.serving.http.request_validation import prompts_of, token_limit, v
 
 async def completions(request: Request) -> CompletionResponse:
     body = await request.read(COMPLETION)
+    if body.stream:
+        request.keep_alive()
     model = await request.acquire_model(body.model, body.deadline_seconds)
     limits = model.engine_limits()
-    generation = validate(body, limits, body.logprobs)
+    generation = validate(body, limits, model.sampling_defaults, body.logprobs)
     model.supervisor.requests.check_room()  # before a long prompt is tokenized
     add_bos = body.add_special_tokens is not False
     prompts: list[Prompt] = []

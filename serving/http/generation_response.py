@@ -3,9 +3,10 @@
     class CompletionResponse(GenerationResponse): ...     # the format of one endpoint
     await CompletionResponse(request, body, generation, prompts).send()
 
-The head of a streamed response is sent with the first delta. Until then an error becomes a response
-with its own status, and the sequence can move to another engine. A request that ends early cancels
-its sequences.
+The head of a streamed response is sent with the first delta, or with the first comment that keeps
+a silent stream alive (Request.keep_alive). Until then an error becomes a response with its own
+status. The sequence can move to another engine until the first delta. A request that ends early
+cancels its sequences.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ class GenerationResponse(ABC):
             for index, sequence in enumerate(self.sequences):
                 stream = self.model.supervisor.submit(sequence, arrived)
                 self.request.stream = self.request.stream or stream
-                parser = None if self.output_format is None else OutputParser(self.output_format)
+                parser = None
+                if self.output_format is not None:
+                    parser = OutputParser(self.output_format, self.is_streamed)
                 self.choices.append(Choice(index, stream, time.perf_counter(), parser))
             running_count = len(self.choices)
             while running_count:

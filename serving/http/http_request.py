@@ -14,6 +14,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +35,11 @@ _EVENT_STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect events before it passes them on
 }
+# A stream without a byte for so long gets a comment, at the latest after twice that time: proxies
+# and clients close connections that are silent for 30 s or more. Until the first comment, an error
+# still has a status of its own.
+KEEP_ALIVE_SECONDS = 7.0
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment in a stream of events
 MAX_BODY_BYTES = 4 << 20
 INLINE_BODY_BYTES = 64 << 10  # larger ones are decoded in the text thread
 
@@ -57,6 +63,7 @@ class Request:
         is_valid_id = _REQUEST_ID.fullmatch(client_id) is not None
         self.id = client_id if is_valid_id else b"req-" + self.serial.encode()
         self.path_name = ""  # the model's name in /v1/models/{model}
+        self.cors_headers: Sequence[tuple[bytes, bytes]] = ()  # of the response
         self.route = "other"  # a metrics label, so never a path that a client made up
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # seconds after `arrived_at`
@@ -67,6 +74,9 @@ class Request:
         self.stream: Stream | None = None  # of the first sequence, once it is submitted
         self._acquired_model: ServedModel | None = None
         self._disconnect_watcher: asyncio.Task[None] | None = None
+        self._is_silent = True  # nothing was written since the last look
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None  # that is being written
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Return the decoded body. Raises ApiError (400, 413, 415)."""
@@ -118,6 +128,26 @@ class Request:
             raise deadline_exceeded(self.deadline_seconds) from None
         return model
 
+    def keep_alive(self) -> None:
+        """From now on, write a comment whenever the stream is silent, whatever it waits for: a
+        load, the queue, a long prompt, or an engine that restarts."""
+        loop = asyncio.get_running_loop()
+        self._keep_alive_timer = loop.call_later(KEEP_ALIVE_SECONDS, self._break_silence)
+
+    def _break_silence(self) -> None:
+        if self._is_silent and self._comment is None and not self.has_ended:
+            self._comment = asyncio.create_task(self._write_comment())
+        self._is_silent = True
+        self.keep_alive()
+
+    async def _write_comment(self) -> None:
+        try:
+            if self.status is None:
+                await self._send_head(200, _EVENT_STREAM_HEADERS)
+            await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+        finally:
+            self._comment = None
+
     def seconds_left(self) -> float | None:
         """Return the seconds until the deadline, 0 if it has passed; None: there is none."""
         if self.deadline_seconds is None:
@@ -137,13 +167,15 @@ class Request:
         way."""
         if self._disconnect_watcher is not None:
             self._disconnect_watcher.cancel()
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
         if self._acquired_model is not None:
             self._acquired_model.release()
 
     async def _send_head(self, status: int, more_headers: dict[str, str]) -> None:
         self.status = status
         label = self._backend_label().encode()
-        headers = [(b"x-request-id", self.id), (b"x-crossover-backend", label)]
+        headers = [(b"x-request-id", self.id), (b"x-crossover-backend", label), *self.cors_headers]
         headers += [(name.lower().encode(), value.encode()) for name, value in more_headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -166,6 +198,9 @@ class Request:
         """Write a complete response: bytes unchanged, anything else as JSON."""
         body = value if isinstance(value, bytes) else encode(value)
         body_headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
+        if self._comment is not None:  # it has not begun, since there is no status yet
+            self._comment.cancel()
+            self._comment = None
         await self._send_head(status, body_headers | (headers or {}))
         await self.write(body, last=True)
 
@@ -174,8 +209,11 @@ class Request:
 
         The first call also sends the head. `last` ends the response.
         """
+        if self._comment is not None:
+            await asyncio.wait([self._comment])
         if self.status is None:
             await self._send_head(200, _EVENT_STREAM_HEADERS)
         self.has_ended = last
         if data or last:
+            self._is_silent = False
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})

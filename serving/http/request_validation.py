@@ -1,6 +1,6 @@
 """Validates a decoded request, as far as the model's limits are needed for that.
 
-    generation = validate(body, limits)               # shared by the sequences of the request
+    generation = validate(body, limits, defaults)     # shared by the sequences of the request
     max_tokens = token_limit(body, len(ids), limits)  # of each prompt
 
 Pure functions. A request that cannot be served is a 400 that names the parameter.
@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Collection
 from typing import cast
 
+from crossover.models.text.sampling_defaults import SamplingDefaults
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import ContextOverflow
 from crossover.serving.http.api_errors import invalid_parameter
@@ -20,23 +21,28 @@ from crossover.serving.registry.served_model import EngineLimits
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
+MAX_TEMPERATURE = 1e6  # any higher one draws all tokens alike
+MAX_PENALTY = 1e4  # beyond any difference of logits
 MAX_SEQUENCES = 128  # prompts times answers to each of them
+NO_LIMIT = -1  # of max_tokens, as llama.cpp writes it
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 # OpenAI allows top_p 0, which means greedy decoding. Any share this small leaves only one token.
 _MIN_TOP_P = 1e-6
-_SEED_MASK = (1 << 63) - 1  # the sampler's seeds are not negative
+_SEED_MASK = (1 << 63) - 1  # the sampler's seeds have 63 bits
 
 
 def validate(
     body: Generation,
     limits: EngineLimits,
+    defaults: SamplingDefaults,
     logprobs: int | None = None,
     forced_calls: bytes | None = None,
 ) -> GenerationRequest:
     """Return what all sequences of the request share: sampling and stop conditions.
 
     Prompt and maximum tokens are empty; GenerationResponse sets them for each sequence.
-    `logprobs`: log-probabilities to return besides that of each token; None: return none.
+    `defaults`: what the request leaves out. `logprobs`: log-probabilities to return besides that of
+    each token; None: return none.
     `forced_calls`: JSON of ToolCalls. Raises ApiError 400.
     """
     if body.stream_options is not None and not body.stream:
@@ -49,16 +55,20 @@ def validate(
         raise invalid_parameter(
             "grammar", "This cannot be combined with response_format or forced calls."
         )
-    temperature = 1.0 if body.temperature is None else body.temperature
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    top_p = defaults.top_p if body.top_p is None else body.top_p
+    repetition_penalty = body.repetition_penalty or defaults.repetition_penalty
+    has_seed = body.seed is not None and body.seed >= 0
     sampling = Sampling(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, _MIN_TOP_P),
-        top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
-        min_p=body.min_p or 0.0,
-        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        temperature=0.0 if temperature < GREEDY_BELOW else min(temperature, MAX_TEMPERATURE),
+        top_p=max(top_p, _MIN_TOP_P),
+        top_k=min(max(top_k, 0), limits.vocabulary),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        seed=(body.seed or 0) & _SEED_MASK if has_seed else secrets.randbits(63),
+        presence_penalty=_within(body.presence_penalty or 0.0, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=_within(body.frequency_penalty or 0.0, -MAX_PENALTY, MAX_PENALTY),
+        repetition_penalty=_within(repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY),
         logit_bias=body.logit_bias or {},
         logprobs=None if logprobs is None else min(logprobs, limits.vocabulary),
         grammar=body.grammar,
@@ -78,19 +88,22 @@ def validate(
     )
 
 
+def _within(value: float, lowest: float, highest: float) -> float:
+    return min(max(value, lowest), highest)
+
+
 def _schema_of(body: Generation, forced_calls: bytes | None) -> bytes | None:
     """Return the JSON schema of `response_format`; None: it has none. Raises ApiError 400."""
     response_format, key = body.response_format, "response_format"
-    if response_format is None or response_format.type == "text":
-        return None
-    if forced_calls is not None:
-        raise invalid_parameter(key, "This cannot be combined with forced tool calls.")
+    if response_format is None or response_format.type == "text" or forced_calls is not None:
+        return None  # a call is forced first; the answer by the schema follows its result
     json_schema = response_format.json_schema
-    if json_schema is None and response_format.type == "json_schema":
+    given_schema = response_format.schema if json_schema is None else json_schema.schema
+    if given_schema is None and response_format.type == "json_schema":
         raise invalid_parameter(
             f"{key}.json_schema", "This key is required for type 'json_schema'."
         )
-    schema = encode({"type": "object"} if json_schema is None else json_schema.schema)
+    schema = encode({"type": "object"} if given_schema is None else given_schema)
     if len(schema) > MAX_CHARACTERS:  # each sequence of the request carries it to the engine
         why = f"The schema has {len(schema)} bytes; the maximum is {MAX_CHARACTERS}."
         raise invalid_parameter(key, why)
@@ -130,21 +143,21 @@ def token_limit(body: Generation, prompt_tokens: int, limits: EngineLimits) -> i
     Raises ApiError 400 for an empty prompt, and ContextOverflow.
     """
     is_chat = isinstance(body, ChatRequest)
-    requested = body.max_completion_tokens
-    if requested is None:
-        requested = body.max_tokens
-    elif body.max_tokens not in (None, requested):
-        raise invalid_parameter(
-            "max_completion_tokens", "This and max_tokens differ. Send only one of them."
-        )
+    key = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    requested = getattr(body, key)
+    if body.max_tokens not in (None, requested):
+        raise invalid_parameter(key, "This and max_tokens differ. Send only one of them.")
+    if requested == 0:
+        raise invalid_parameter(key, "This must be at least 1, or -1 for no limit, but it is 0.")
     param = "messages" if is_chat else "prompt"
     if prompt_tokens < 1:
         raise invalid_parameter(param, "This has no tokens. Send at least one.")
     tokens_left = limits.context_tokens - prompt_tokens
     if tokens_left < 1:
         raise ContextOverflow(prompt_tokens, limits.context_tokens, param)
-    default = tokens_left if is_chat else DEFAULT_COMPLETION_TOKENS
-    limit = min(tokens_left, requested or default)
+    if requested is None and not is_chat:
+        requested = DEFAULT_COMPLETION_TOKENS
+    limit = tokens_left if requested in (None, NO_LIMIT) else min(tokens_left, requested)
     if (body.min_tokens or 0) > limit:
         raise invalid_parameter(
             "min_tokens", f"{body.min_tokens} exceeds the {limit} tokens allowed here."

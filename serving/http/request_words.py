@@ -20,10 +20,30 @@ NOT_OFFERED = {
     "prediction": "Leave it out.",
     "prompt_cache_options": "Leave it out.",
     "prompt_cache_retention": "Leave it out.",
-    "reasoning_effort": "Use chat_template_kwargs, which the model's chat template reads.",
     "suffix": "Describe the ending of the text in the prompt.",
     "verbosity": "Describe the length of the answer in the prompt.",
     "web_search_options": "Leave it out.",
+}
+
+# Keys of other servers, and what to use instead.
+_HINTS = {
+    "chat_template": "The model's own template renders the chat; give it chat_template_kwargs.",
+    "enable_thinking": 'Send chat_template_kwargs: {"enable_thinking": true or false}.',
+    "extra_body": "Send its keys beside the others, as OpenAI's client does.",
+    "guided_choice": "Use response_format with an enum, or grammar.",
+    "guided_grammar": "Use grammar.",
+    "guided_json": "Use response_format.",
+    "guided_regex": "Use response_format with a pattern, or grammar.",
+    "json_schema": "Use response_format.",
+    "max_new_tokens": "Use max_tokens.",
+    "n_predict": "Use max_tokens.",
+    "num_predict": "Use max_tokens.",
+    "options": "Send its keys beside the others, under their names in OpenAI's API.",
+    "reasoning": 'Use reasoning_effort, or chat_template_kwargs: {"enable_thinking": false}.',
+    "repeat_penalty": "Use repetition_penalty.",
+    "structured_outputs": "Use response_format, or grammar.",
+    "think": 'Send chat_template_kwargs: {"enable_thinking": true or false}.',
+    "thinking": 'Send chat_template_kwargs: {"enable_thinking": true or false}.',
 }
 
 
@@ -37,7 +57,8 @@ def explain(problem: str, request: type) -> tuple[str, str]:
         problem = f"{problem[:half]}...{problem[-half:]}"
     fault = fault_of(problem, request, table="an object")
     if fault.kind == "unknown key":
-        sentence = "This key is unknown. GET /openapi.json lists all keys of a request."
+        hint = _HINTS.get(fault.place, "GET /openapi.json lists all keys of a request.")
+        sentence = f"This key is unknown. {hint}"
     elif fault.kind == "missing key":
         sentence = "This key is missing."
     elif fault.place in NOT_OFFERED:
@@ -45,5 +66,9 @@ def explain(problem: str, request: type) -> tuple[str, str]:
     elif fault.kind == "other":
         sentence = f"{fault.rule[:1].upper()}{fault.rule[1:]}."
     else:
-        sentence = f"This {fault.rule}{f', but it is {fault.got}' if fault.got else ''}."
+        # msgspec does not say under which key of an object the value is.
+        is_inner_value = problem.endswith("[...]`")
+        subject, pronoun = ("Each value of this", "one") if is_inner_value else ("This", "it")
+        got = f", but {pronoun} is {fault.got}" if fault.got else ""
+        sentence = f"{subject} {fault.rule}{got}."
     return fault.place, sentence

@@ -58,9 +58,20 @@ class Route(NamedTuple):
 
 
 async def openapi(request: Request) -> dict[str, Any]:
-    return document(request.scope["app"].routes, ", ".join(request.registry.models))
+    return document(request.scope["app"].routes, request.registry)
 
 
+async def preflight(request: Request) -> None:
+    """Answer a browser's question whether a page of another origin may send a request."""
+    headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
+    if names := request.headers.get(b"access-control-request-headers"):
+        headers["Access-Control-Allow-Headers"] = names.decode("latin-1")
+    if b"access-control-request-private-network" in request.headers:
+        headers["Access-Control-Allow-Private-Network"] = "true"
+    await request.answer(b"", headers=headers, content_type="text/plain")
+
+
+PREFLIGHT = Route("OPTIONS", "other", preflight, "A browser's question before its request")
 _SLASHES = re.compile("/{2,}")
 _MODEL = "/v1/models/{model}"
 _PROBE_PATHS = ("/health", "/ready")  # probes have no key and may use any host name
@@ -104,7 +115,8 @@ class App:
     `api_key`: None: no key is required. `admin_key`: None: there are no admin routes. `host`: the
     Host header must have this name or one of this machine; otherwise a web page could send
     requests to the server through a domain name of its own that resolves to this machine (DNS
-    rebinding). None: any name is accepted.
+    rebinding). None: any name is accepted. `cors_origins`: whose pages may read responses; "*":
+    everybody's. `has_open_metrics`: /metrics needs no key.
     """
 
     def __init__(
@@ -113,12 +125,16 @@ class App:
         api_key: str | None = None,
         admin_key: str | None = None,
         host: str | None = None,
+        cors_origins: Sequence[str] = (),
+        has_open_metrics: bool = False,
     ) -> None:
         self.registry = registry
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
         self._api_key = api_key
         self._admin_key = admin_key
         self._host = host
+        self._cors_origins = frozenset(cors_origins)
+        self._open_paths = (*_PROBE_PATHS, "/metrics") if has_open_metrics else _PROBE_PATHS
         self._table: dict[str, dict[str, Route]] = {}  # path -> method -> route
         for route in self.routes:
             for path in {route.path, route.path.removeprefix("/v1")}:
@@ -130,6 +146,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         request = Request(self.registry, scope, receive, send)
+        if self._cors_origins:
+            request.cors_headers = self._cors_headers(request.headers.get(b"origin", b""))
         metrics = self.registry.metrics
         metrics.open_requests.inc()
         try:
@@ -157,12 +175,14 @@ class App:
         """
         headers, method = request.headers, request.scope["method"]
         path = _SLASHES.sub("/", request.scope["path"]).rstrip("/")
+        if method == "OPTIONS" and request.cors_headers:
+            return PREFLIGHT  # browsers send it without a key
         if path not in _PROBE_PATHS:
             if self._host is not None:
                 check_host(request, self._host)
             if path.startswith("/admin/") and self._admin_key is not None:
                 check_key(headers, self._admin_key)
-            elif self._api_key is not None:
+            elif self._api_key is not None and path not in self._open_paths:
                 check_key(headers, self._api_key)
         methods = self._table.get(path)
         if methods is None:
@@ -181,6 +201,16 @@ class App:
             raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
         request.route = route.path
         return route
+
+    def _cors_headers(self, origin: bytes) -> Sequence[tuple[bytes, bytes]]:
+        """Return the headers by which a browser lets a page of this origin read the response."""
+        if self._cors_origins.isdisjoint({"*", origin.decode("latin-1")}) or not origin:
+            return ()
+        return (
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", b"X-Request-Id, X-Crossover-Backend, Retry-After"),
+            (b"vary", b"Origin"),
+        )
 
     async def _fail(self, request: Request, problem: Exception) -> None:
         """Respond to an error of a handler; inside a stream the error is the last event, without
@@ -225,8 +255,9 @@ def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
         raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
+def document(routes: Sequence[Route], registry: Registry) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes, generated from their types."""
+    models = ", ".join(registry.models)
     types = {ErrorBody, *(route.answer for route in routes), *(route.body for route in routes)}
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -248,7 +279,14 @@ def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
         if route.body is not None:
             operation["requestBody"] = {"required": True, "content": content_of[route.body]}
         paths.setdefault(route.path, {})[route.method.lower()] = operation
-    description = f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id."
+    defaults = "; ".join(
+        f"{name}: {msgspec.json.encode(model.sampling_defaults).decode()}"
+        for name, model in registry.models.items()
+    )
+    description = (
+        f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id. Sampling "
+        f"parameters that a request leaves out: {defaults}."
+    )
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

@@ -85,6 +85,7 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "owned_by": "crossover",
         "max_model_len": context_tokens,
         "state": model.supervisor.state,
+        "sampling_defaults": model.sampling_defaults,
     }
 
 

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from crossover.models.text.answer_marks import dialect_of
-from crossover.models.text.chat_template import CallsForm, RendersChat
-from crossover.models.text.template_process import AsWritten
+from crossover.models.text.chat_template import (
+    CallsForm,
+    RendersChat,
+    append_calls_as_text,
+    arguments_as_text,
+)
 from crossover.serving.http.answer_parts import (
-    CALL_CLOSE,
     CALL_OPEN,
-    FUNCTION_OPEN,
     GRANITE_CALL,
     CallFormat,
 )
 from crossover.serving.http.api_errors import invalid_parameter
 from crossover.serving.http.body_types import ChatRequest, Tool, encode
+from crossover.serving.http.call_readers import FUNCTION_OPEN
 from crossover.serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
 
@@ -122,30 +125,17 @@ def _show_calls(turn: dict[str, Any], calls_form: CallsForm | None) -> None:
     """Change a turn's calls to the form that the template shows. Calls that it would not show are
     appended to the content as text. `calls_form`: None: it shows no calls."""
     if calls_form is None:
-        _append_calls_as_text(turn)
+        append_calls_as_text(turn)
         return
     if calls_form.content_is_null:
         if turn["content"]:  # the template shows calls only beside null content
-            _append_calls_as_text(turn)
+            append_calls_as_text(turn)
             return
         if "tool_calls" in turn:
             turn["content"] = None
     if calls_form.arguments_are_text:
         for call in turn.get("tool_calls", ()):
-            call["function"]["arguments"] = _as_text(call["function"]["arguments"])
-
-
-def _append_calls_as_text(turn: dict[str, Any]) -> None:
-    """Move a turn's calls to the end of its content."""
-    calls = turn.pop("tool_calls", ())
-    if not calls:
-        return
-    call_texts = [f"{CALL_OPEN}\n{_as_json(call['function'])}\n{CALL_CLOSE}" for call in calls]
-    calls_text = "\n".join(call_texts)
-    if isinstance(turn["content"], list):
-        turn["content"] = [*turn["content"], {"type": "text", "text": calls_text}]
-    else:
-        turn["content"] = f"{turn['content']}\n{calls_text}".lstrip("\n")
+            call["function"]["arguments"] = arguments_as_text(call["function"]["arguments"])
 
 
 def _with_tools_as_text(
@@ -170,16 +160,3 @@ def _with_tools_as_text(
         first = "\n".join(part["text"] for part in first)
     text = f"{first}\n\n{text}" if has_system else f"{text}\n\n{first}"
     return [{"role": role, "content": text}, *turns[1:]]
-
-
-def _as_text(arguments: Any) -> str:
-    """Return a call's arguments as JSON."""
-    if isinstance(arguments, AsWritten):
-        return str(arguments)
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def _as_json(function: dict[str, Any]) -> str:
-    """Return a call of this function as JSON; invalid arguments of the model stay as they are."""
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'{{"name": {name}, "arguments": {_as_text(function["arguments"])}}}'

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from crossover.models.text.sampling_defaults import SamplingDefaults
 from crossover.models.text.tokenizer import Tokenizer, load_tokenizer
 from crossover.serving.errors import ContextOverflow, EngineState, TokenOutOfRange
 from crossover.serving.hardware.machine_facts import resident_bytes
@@ -74,6 +75,10 @@ class ServedModel:
         self.token_bytes = vocabulary.token_bytes
         self.metrics = metrics
         self.prepared = prepared
+        # The values of sampling parameters that a request leaves out.
+        self.sampling_defaults = self.tokenizer.sampling_defaults
+        if prepared is not None and prepared.model.sampling_defaults == "openai":
+            self.sampling_defaults = SamplingDefaults()
         self._rendering = asyncio.Lock()  # the model's process renders one chat at a time
         self.placement: Placement | Any = None if prepared is None else prepared.placement
         supervisor.requests.on_step = metrics.observe_step
@@ -125,14 +130,16 @@ class ServedModel:
         limits: EngineLimits | None = None,
         *,
         add_bos: bool = False,
-        parse_special: bool = False,
     ) -> list[int]:
-        """Return the token ids of a text. `parameter`: the key of the request that has it.
+        """Return the token ids of a text, in which the texts of control tokens are these tokens.
+
+        `parameter`: the key of the request that has the text. `add_bos`: the ids begin with the
+        model's BOS token, if it has one; a text that begins with it already gets no second one.
 
         If `limits` are given, raises ContextOverflow for a text that is certainly longer than the
         context, and TokenOutOfRange for an id without a row in the model's embedding.
         """
-        encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
+        encode = partial(self.tokenizer.encode, text, parse_special=True)
         min_tokens = len(text) // self._max_token_bytes
         if limits is not None and min_tokens > limits.context_tokens:
             raise ContextOverflow(min_tokens, limits.context_tokens, parameter)
@@ -145,7 +152,7 @@ class ServedModel:
                 raise TokenOutOfRange(highest_id, token_text, limits.vocabulary, parameter)
             if bos_id is not None and bos_id >= limits.vocabulary:
                 bos_id = None
-        return ids if bos_id is None else [bos_id, *ids]
+        return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
     def tokens_out_of_range(self) -> dict[int, str]:
         """Return the ids in the model's files that its engine has no rows for, with their texts:

@@ -35,6 +35,7 @@ MAX_RULES = 500  # of a GBNF grammar; the converter's time grows with their squa
 MAX_PATTERNS = 64  # patternProperties of a JSON schema; 400 of them take minutes
 # Keywords that the compiler supports only in some combinations.
 _PARTLY_SUPPORTED = ("patternProperties", "multipleOf", "minProperties", "maxProperties")
+CACHED_OPENINGS = 64  # beginnings of calls whose continuing tokens are kept
 CACHED_MATCHERS = 8  # compiled grammars that are kept, so that a request's answers share one
 WHITESPACE = r"( |\n[ \t]{0,20})"  # between JSON tokens: a space, or a line break with indentation
 # The parts of llguidance's error message that refer to the translated grammar, which the user has
@@ -76,13 +77,20 @@ class Grammars:
 
     The constructor reads the vocabulary while it holds the GIL: 0.1 s for 49,152 tokens, 0.5 s for
     152,064. `tokens` has the bytes of each token by its id, and b"" for tokens that a grammar must
-    not allow. `ends` are the ids of the end tokens.
+    not allow. `ends` are the ids of the end tokens. `tokens_with_marks`: the same with the texts of
+    marks that begin tool calls.
     """
 
-    def __init__(self, tokens: Sequence[bytes], ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        ends: frozenset[int],
+        tokens_with_marks: Sequence[bytes] | None = None,
+    ) -> None:
         import llguidance
 
         self._ends = sorted(ends)
+        self._openings = _Openings(tokens if tokens_with_marks is None else tokens_with_marks)
         self._cached_matcher = lru_cache(CACHED_MATCHERS)(self._compile)
         self._tokenizer: LLTokenizer | None = None
         if ends:
@@ -100,9 +108,12 @@ class Grammars:
 
         Raises Unsupported.
         """
-        return self._cached_matcher(
+        matcher = self._cached_matcher(
             sampling.grammar, sampling.json_schema, sampling.tool_calls
         ).copy()
+        if sampling.call_openings:
+            matcher.allow_calls(self._openings, sampling.call_openings)
+        return matcher
 
     def _compile(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
         """Return a new matcher. Only one of the three is not None. Raises Unsupported."""
@@ -112,6 +123,30 @@ class Grammars:
         matcher = Matcher(self._tokenizer, sampling, self._ends)
         gc.collect(1)  # frees the converter's trees, which are reference cycles; takes milliseconds
         return matcher
+
+
+class _Openings:
+    """Finds the tokens that begin or continue one of the texts that begin a tool call."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+        self.continuing = lru_cache(CACHED_OPENINGS)(self._continuing)
+
+    def _continuing(self, openings: tuple[bytes, ...], written: bytes) -> npt.NDArray[np.bool_]:
+        """Return whether each token continues an opening of which `written` stands already."""
+        rests = [text[len(written) :] for text in openings if text.startswith(written)]
+        return np.array(
+            [
+                bool(token) and any(_is_prefix(token, rest) for rest in rests)
+                for token in self.tokens
+            ],
+            np.bool_,
+        )
+
+
+def _is_prefix(first: bytes, second: bytes) -> bool:
+    """Return whether one of the two begins with the other."""
+    return first.startswith(second) or second.startswith(first)
 
 
 class Matcher:
@@ -128,6 +163,12 @@ class Matcher:
         self.error: ServingError | None = None
         self._sampling = sampling
         self._ends = ends
+        # A call may begin in place of a text that matches: what begins calls, what of that has been
+        # written, and whether it is complete. None: no call may begin (any more).
+        self._openings: _Openings | None = None
+        self._opening_texts: tuple[bytes, ...] = ()
+        self._written = b""
+        self._is_free = False
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
         grammar = _translate(sampling)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -144,13 +185,28 @@ class Matcher:
         duplicate._bits = self._bits.copy()
         return duplicate
 
+    def allow_calls(self, openings: _Openings, texts: Sequence[str]) -> None:
+        """Also allow a text that begins with one of `texts` and is free after it. Only before the
+        first token."""
+        self._openings = openings
+        self._opening_texts = tuple(text.encode() for text in texts)
+        openings.continuing(self._opening_texts, b"")  # takes milliseconds; later it is cached
+
     def mask(self, logits: Logits) -> None:
         """Set the logits of tokens that the grammar does not allow next to -inf, in place. If it
         allows none, the end tokens remain.
 
         `logits` has one value per token of the vocabulary.
         """
-        allowed = self._allowed_tokens()
+        if self._is_free:
+            return
+        if self._openings is not None:
+            opening = self._openings.continuing(self._opening_texts, self._written)
+            allowed = opening if self._written else self._allowed_tokens()
+            width = min(len(allowed), len(opening))
+            allowed = np.append(allowed[:width] | opening[:width], allowed[width:])
+        else:
+            allowed = self._allowed_tokens()
         if not allowed.any():
             logits[:] = -np.inf
             logits[self._ends] = 0.0
@@ -162,9 +218,23 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token that the last mask allowed."""
+        if self._is_free or self._continues_opening(token):
+            return
         if self.error is None and token not in self._ends:
             if not self._matcher.consume_token(token):
                 self.error = _refused(self._sampling, self._matcher.get_error())
+
+    def _continues_opening(self, token: int) -> bool:
+        """Return whether this token begins or continues a call."""
+        if self._openings is None:
+            return False
+        opening = self._openings.continuing(self._opening_texts, self._written)
+        if token >= len(opening) or not opening[token]:
+            self._openings = None
+            return False
+        self._written += self._openings.tokens[token]
+        self._is_free = self._written.startswith(self._opening_texts)
+        return True
 
     def _allowed_tokens(self) -> npt.NDArray[np.bool_]:
         """Return whether each token of the vocabulary may come next. All are False at the end of

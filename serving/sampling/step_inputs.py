@@ -33,6 +33,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # alternatives reported per token; None: no log-probabilities
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text
+    # Texts that begin a tool call. An answer may begin with one of them in place of matching
+    # `json_schema`, and is then free.
+    call_openings: tuple[str, ...] = ()
     # Tools of which the model must call one or more: JSON of a grammar.ToolCalls.
     tool_calls: str | None = None
 

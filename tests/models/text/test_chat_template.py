@@ -65,12 +65,11 @@ def test_llama_3_gets_the_date_and_a_request_may_set_another() -> None:
 
 def test_the_templates_own_complaint_reaches_the_caller() -> None:
     template = Chat(
-        "{% if messages[0].role != 'user' %}{{ raise_exception('must begin with user') }}{% endif "
-        "%}ok"
+        "{% if messages[0].name %}{{ raise_exception('must have no name') }}{% endif %}ok"
     )
     assert template.render_chat([{"role": "user", "content": ""}]) == "ok"
-    with pytest.raises(BadChat, match="must begin with user"):
-        template.render_chat([{"role": "system", "content": ""}])
+    with pytest.raises(BadChat, match="must have no name"):
+        template.render_chat([{"role": "system", "content": "", "name": "x"}])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from crossover.serving.engine.detokenize_and_stop import StreamText
+from crossover.serving.engine.detokenize_and_stop import StreamText, ThoughtMarks
 
 
 def stream(
@@ -60,3 +60,41 @@ def test_deltas_concatenate_to_the_cut_text_for_random_streams() -> None:
         stops = ["".join(rng.choice("abé€") for _ in range(rng.randint(1, 4))) for _ in range(2)]
         cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
         assert "".join(stream(pieces, stops)[0]) == whole[:cut]
+
+
+TAGS = ThoughtMarks(["<think>"], ["</think>"], only_first=True)
+OPEN = ThoughtMarks(["<think>"], ["</think>"], is_open=True, only_first=True)
+CHANNELS = ThoughtMarks(["<|channel>"], ["<channel|>"])
+MESSAGES = ThoughtMarks(["<|channel|>analysis", "<|start|>"], ["<|channel|>final"])
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("marks", "text", "expected"),
+    [
+        (TAGS, "<think>a END b</think>\n\nc END d", "<think>a END b</think>\n\nc "),
+        (TAGS, " <think>a\n\nb</think>\n\nc\n\nd", " <think>a\n\nb</think>\n\nc"),
+        (TAGS, "a END <think>", "a "),
+        (TAGS, "<thinEND", "<thin"),
+        (TAGS, "a <think>END</think>", "a <think>"),
+        (TAGS, "<think>a END", "<think>a END"),
+        (OPEN, "a END</think> ENDS", "a END</think> "),
+        (CHANNELS, "<|channel>END<channel|>a<|channel>END<channel|>END", None),
+        (MESSAGES, "<|channel|>analysis END<|end|><|start|>a END<|channel|>final END", None),
+    ],
+)
+def test_stop_strings_do_not_count_in_thoughts(
+    marks: ThoughtMarks, text: str, expected: str | None, size: int
+) -> None:
+    pieces = [text[start : start + size].encode() for start in range(0, len(text), size)]
+    expected = text.removesuffix("END") if expected is None else expected
+    stream = StreamText(pieces, ["END", "\n\n"], thoughts=marks)
+    written = ""
+    for token in range(len(pieces)):
+        delta, is_stopped = stream.push(token)
+        written += delta
+        if is_stopped:
+            break
+    else:
+        written += stream.finish()
+    assert written == expected

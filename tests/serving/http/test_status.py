@@ -139,7 +139,9 @@ def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None
 def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     answer = ask(port, "GET", "/openapi.json")
     found = answer.json
-    assert found == msgspec.json.decode(msgspec.json.encode(document(ROUTES, "m")))
+    assert found == msgspec.json.decode(
+        msgspec.json.encode(document(ROUTES, app_on(FakeSupervisor()).registry))
+    )
     assert found["openapi"] == "3.1.0"
     for path, operations in found["paths"].items():
         for method in ("get", "post"):

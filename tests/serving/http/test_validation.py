@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from crossover.models.text.sampling_defaults import SamplingDefaults
 from crossover.serving.http.api_errors import ApiError
 from crossover.serving.http.body_types import ChatRequest, CompletionRequest
 from crossover.serving.http.request_validation import prompts_of, token_limit, validate
@@ -25,7 +26,9 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def sampling(**fields: Any) -> Sampling:
-    return validate(completion(**fields), FACTS, fields.get("logprobs")).sampling
+    return validate(
+        completion(**fields), FACTS, SamplingDefaults(), fields.get("logprobs")
+    ).sampling
 
 
 def test_defaults_are_openais() -> None:
