@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.models.weights.stand_in_file import stand_in_words
+from crossover.models.stand_in_file import stand_in_words
 
 Floats = npt.NDArray[np.float32]
 # (name, first, last) -> rows first..last-1 of a matrix, or elements of a vector. `name`: the tensor
