@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
+import sys
 from typing import Any
 
 import typer
@@ -128,6 +130,10 @@ def main() -> None:
     """Run the console command. An error raised on purpose is printed and gives exit status 2."""
     from crossover.models.errors import CrossoverError, as_sentence, printable
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or file in another encoding shows "?" for a character that it lacks.
+            stream.reconfigure(errors="replace")
     try:
         app()
     except CrossoverError as problem:

@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,7 +123,8 @@ def run_in_child(
     The function also gets `progress`, which calls this one in the parent. Raises the ModelErrors of
     the function unchanged. If the child dies, raises ModelError with its last line of output.
     """
-    with tempfile.TemporaryFile() as error_output:
+    # In memory: the root file system of a container may be read-only.
+    with open(os.memfd_create("error-output"), "w+b") as error_output:
         child = start_python(
             "-m",
             "crossover.models.child_process",

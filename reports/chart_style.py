@@ -13,6 +13,7 @@ page.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -22,6 +23,10 @@ import jinja2
 
 from crossover.models import formatting
 from crossover.reports.errors import MissingPackage
+
+# altair looks for the home directory when it is imported, and fails where the user has none.
+if os.path.expanduser("~") == "~":
+    os.environ["HOME"] = "/"
 
 try:
     import altair as alt

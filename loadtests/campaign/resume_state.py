@@ -175,11 +175,11 @@ def seed_of(seed: int, cell: Cell, level: str) -> int:
 
 
 def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str]) -> RunFolder:
-    """Create the folder of a new run below `out`, named after date, time and campaign.
+    """Create the folder of a new run below `out`, named after date and time (UTC) and campaign.
 
     `command`: the command line that started the run. Raises BadRunFolder.
     """
-    base_name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{file_name(plan.campaign.name)}"
+    base_name = f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}-{file_name(plan.campaign.name)}"
     name = base_name
     number = 0
     while (out / name).exists():

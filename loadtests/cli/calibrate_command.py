@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from crossover.loadtests.errors import LoadError
+from crossover.models.temporary_folder import temporary_folder
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Count
 
@@ -57,7 +58,7 @@ def _calibrate(options: CalibrateOptions) -> None:
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
         raise LoadError(f"--out {options.out!r}: The folder {str(out.parent)!r} does not exist")
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder, Progress() as progress:
         run_folder = run(plan_of(options), Path(folder), progress)
         machine_file = machine_file_of(read_records(run_folder))
     write_machine_file(out, machine_file)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from crossover.loadtests.errors import Incomplete, LoadError
 from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_load
 from crossover.serving.capacity.slo import parse_slo
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import Count, Positive
+from crossover.serving.option_help import Positive
+
+MAX_USERS = 100_000  # each takes some KB of memory, and a connection
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):
     """The command line of `crossover load`."""
 
-    concurrency: Count | None = None
+    concurrency: Annotated[int, Meta(ge=1, le=MAX_USERS)] | None = None
     duration: Positive = 30.0
     slo: str = "chat"
 

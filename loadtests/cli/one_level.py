@@ -17,6 +17,7 @@ from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
 from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
 from crossover.models import formatting
 from crossover.models.tables import Column, table_of, terminal_table
+from crossover.models.temporary_folder import temporary_folder
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 from crossover.serving.workload.conversations import mean_turns_of
 from crossover.serving.workload.request_lengths import Workload
@@ -27,7 +28,7 @@ def measure(load: LoadPlan) -> Level:
     url = load.target.url
     with (
         Progress() as progress,
-        tempfile.TemporaryDirectory(prefix="crossover-load-") as folder,
+        tempfile.TemporaryDirectory(prefix="crossover-load-", dir=temporary_folder()) as folder,
         # The log is for Locust's own tables, which nobody reads here.
         LoadGenerator(log=Path(folder) / "log") as generator,
     ):

@@ -13,7 +13,6 @@ import contextlib
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from crossover.loadtests.errors import MachineBusy
 from crossover.loadtests.records.file_lock import take_lock
 from crossover.models.errors import printable
+from crossover.models.temporary_folder import temporary_folder
 
 
 def lock_file() -> Path:
@@ -28,7 +28,7 @@ def lock_file() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "crossover-measuring.lock"
-    return Path(tempfile.gettempdir()) / f"crossover-measuring-{os.getuid()}.lock"
+    return Path(temporary_folder()) / f"crossover-measuring-{os.getuid()}.lock"
 
 
 @contextlib.contextmanager

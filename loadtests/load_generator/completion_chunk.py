@@ -18,6 +18,9 @@ from typing import Any
 import msgspec
 
 MAX_WORDS = 500  # characters of a server's error message that are kept
+# Levels of lists and objects that are searched. Each takes a call, and a server may nest them as
+# deep as it likes.
+MAX_DEPTH = 64
 _ERROR_KEYS = ("error", "errors", "error_message", "error_msg")
 _WORD_KEYS = ("message", "detail", "details", "msg", "status_msg", "title")
 _MESSAGE_KEYS = (*_ERROR_KEYS, *_WORD_KEYS, "reason")
@@ -27,7 +30,7 @@ _CODE_KEYS = ("code", "status_code", "status")
 _PLACE_KEYS = frozenset(("type", "index", "id", "role", "name_index", "format", "signature"))
 _OPEN_TAG, _CLOSE_TAG = "<think>", "</think>"
 MAX_BLANKS = 16  # whitespace characters that may precede <think>
-MAX_PAGE = 1 << 16  # characters of an HTML page that are searched for its words
+MAX_PAGE = 1 << 14  # characters of an HTML page that are searched for its words
 _PAGE = re.compile(r"\s*<(!doctype|\?xml|!--|html|head|title|body|center|div|h1|p|pre)\b", re.I)
 _UNSEEN = re.compile(r"<!--.*?-->|<(head|script|style)\b.*?</\1\s*>", re.I | re.DOTALL)
 _TITLE = re.compile(r"<title\b[^>]*>(.*?)</title", re.I | re.DOTALL)
@@ -142,8 +145,8 @@ class ReasoningWatch:
                 has_answer = has_answer or delta.acts
                 self._has_reasoned = self._has_reasoned or (not text and not delta.acts)
             text = self._behind_tags(text) if text else ""
-            if text and self.texts is not None:
-                self.texts.append(text)
+            if text and self.texts is not None:  # sent again, and so encoded, in the next turn
+                self.texts.append(text.encode("utf-8", "replace").decode())
             # Blank lines between reasoning and answer are not a part of the answer.
             has_answer = has_answer or bool(text.strip() if self._has_reasoned else text)
         return has_answer
@@ -195,26 +198,28 @@ def read_json(data: bytes) -> Any:
         raise ValueError("JSON that is nested too deeply") from problem
 
 
-def shows(value: Any) -> bool:
-    """Whether a text, a list of parts or a tool call has content that a reader would see."""
+def shows(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a text, a list of parts or a tool call has content that a reader would see, in at
+    most `depth` levels."""
     if isinstance(value, str):
         return bool(value)
-    if isinstance(value, list):
-        return any(map(shows, value))
-    if isinstance(value, dict):
-        return any(shows(item) for key, item in value.items() if key not in _PLACE_KEYS)
+    if isinstance(value, list) and depth:
+        return any(shows(item, depth - 1) for item in value)
+    if isinstance(value, dict) and depth:
+        items = value.items()
+        return any(shows(item, depth - 1) for key, item in items if key not in _PLACE_KEYS)
     return False
 
 
-def text_of(value: Any) -> str:
-    """Return the text in a message's content, which may be a text or a list of parts; thinking is
-    left out."""
+def text_of(value: Any, depth: int = MAX_DEPTH) -> str:
+    """Return the text in a message's content, which may be a text or a list of parts, in at most
+    `depth` levels; thinking is left out."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        return "".join(text_of(part) for part in value)
-    if isinstance(value, dict) and value.get("type") not in _THINKING_TYPES:
-        return text_of(value.get("text"))
+    if isinstance(value, list) and depth:
+        return "".join(text_of(part, depth - 1) for part in value)
+    if isinstance(value, dict) and depth and value.get("type") not in _THINKING_TYPES:
+        return text_of(value.get("text"), depth - 1)
     return ""
 
 
@@ -261,8 +266,9 @@ def _usage_of_timings(timings: Any) -> ChunkUsage | None:
     return None if answer is None else ChunkUsage(prompt, answer, PromptDetails(cached))
 
 
-def is_error(event: dict[str, Any]) -> bool:
-    """Whether an object without choices is an error, in whatever form the server writes it."""
+def is_error(event: dict[str, Any], depth: int = MAX_DEPTH) -> bool:
+    """Whether an object without choices is an error, in whatever form the server writes it, in at
+    most `depth` levels."""
     kinds = (event.get("object"), event.get("type"))
     if any(map(event.get, _ERROR_KEYS)) or any(
         isinstance(kind, str) and kind.lower().endswith("error") for kind in kinds
@@ -271,7 +277,7 @@ def is_error(event: dict[str, Any]) -> bool:
     if event.get("detail") or event.get("success") is False:  # FastAPI; Cloudflare
         return True
     inner = event.get("base_resp")  # MiniMax
-    if isinstance(inner, dict) and is_error(inner):
+    if isinstance(inner, dict) and depth and is_error(inner, depth - 1):
         return True
     has_words = any(map(event.get, _WORD_KEYS))
     return has_words and any(_is_error_code(event.get(key), key) for key in _CODE_KEYS)
@@ -339,18 +345,25 @@ def words_of_body(body: bytes) -> str:
     return printable_words(body.decode(errors="replace"))
 
 
-def _words_of(error: Any) -> str:
+def _words_of(error: Any, depth: int = MAX_DEPTH) -> str:
+    """Return the message in an error, or else the error as JSON. What lies more than `depth` levels
+    deep has no words."""
     if isinstance(error, str):
         return error
+    if not depth:
+        return "..."
     if isinstance(error, dict):
         for key in _MESSAGE_KEYS:
             if error.get(key) and not isinstance(error[key], int | float):
-                return _words_of(error[key])
+                return _words_of(error[key], depth - 1)
         if isinstance(error.get("base_resp"), dict):
-            return _words_of(error["base_resp"])
+            return _words_of(error["base_resp"], depth - 1)
     if isinstance(error, list) and error:
-        return "; ".join(map(_words_of, error))
-    return json.dumps(error)
+        return "; ".join(_words_of(item, depth - 1) for item in error)
+    try:
+        return json.dumps(error)
+    except RecursionError:
+        return "..."
 
 
 def _choice(fields: dict[str, Any]) -> ChunkChoice:

@@ -10,7 +10,6 @@ are left out without an error.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from crossover.loadtests.load_generator.http_connection import Pool, connect, fe
 from crossover.loadtests.load_generator.openai_endpoint import (
     MODELS,
     Target,
+    generating_models,
     names_of_models,
     pool_for,
 )
@@ -47,8 +47,6 @@ USUAL_PORTS: Mapping[int, str] = {
     1234: "LM Studio",
 }
 LOOPBACK = "127.0.0.1"
-# Names of models that do not generate text.
-NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)
 
 
 class LocalServer(NamedTuple):
@@ -104,8 +102,7 @@ def look_at(url: str, api_key_env: str | None = None) -> LocalServer | None:
             software = "ollama"  # its older versions name no owner
         in_memory = _models_in_memory(pool, software)
         names = sorted(names, key=lambda name: name not in in_memory)
-    chat_models = tuple(name for name in names if not NO_CHAT_MODEL.search(name))
-    return LocalServer(url, software, chat_models or tuple(names))
+    return LocalServer(url, software, tuple(generating_models(names)))
 
 
 def _models_in_memory(pool: Pool, software: Software) -> list[str]:

@@ -18,6 +18,7 @@ import socket
 import ssl
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -37,8 +38,14 @@ Hub.NOT_ERROR = (*Hub.NOT_ERROR, KeyboardInterrupt)
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 CONNECT_SECONDS = 30.0
-MAX_BYTES = 64 << 20  # of one response; more ends the connection
+# Limits of one response; what exceeds one ends the connection. A stream of events has limits of its
+# own (sse_timestamps.py).
+MAX_HEADERS = 200
+MAX_HEADER_BYTES = 64 << 10  # of headers and trailers together
+MAX_BODY_BYTES = 4 << 20  # of a response that is read as a whole, such as a list of models
+INFLATED_BYTES = 1 << 20  # a compressed body is inflated in pieces of this size
 MAX_UNPARSED_PIECES = 16  # pieces are parsed together, which is cheaper
+MAX_UNPARSED_BYTES = 16 << 10  # of a piece; a larger one is parsed at once
 _buffer = bytearray(1 << 18)  # shared by all connections: each read is parsed or copied at once
 _view = memoryview(_buffer)
 # Bytes of a path that are not encoded: RFC 3986's pchar and slash, and what is encoded already.
@@ -55,6 +62,10 @@ _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 # States of a response: no headers yet; headers were read; chunks that follow may be parsed later;
 # the response is complete.
 _AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
+
+
+class ResponseTooLarge(ConnectionError):
+    """A response exceeds a limit of its size. The readers of responses raise it too."""
 
 
 class Connection:
@@ -81,13 +92,16 @@ class Connection:
         The event loop calls reader.head(status, headers), then reader.body(data, received) for each
         piece, with the time on `clock` at which it was read from the kernel. `body` returns whether
         further pieces may be parsed later. `reader.is_done`: nothing more is expected of a body
-        that ends with its connection.
+        that ends with its connection. `reader.max_bytes`: of the whole response.
+        `reader.check_size()` is called now and then while pieces are read, and raises
+        ResponseTooLarge.
         """
         self._state = _AWAITED
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_chunked = self._has_length = self._is_reusable = False
         self._ends_with_connection = False
-        self._bytes = 0
+        self._bytes = self._header_bytes = 0
+        self._max_bytes = reader.max_bytes
         self._reader = reader
         try:
             self._send(wire)
@@ -145,24 +159,40 @@ class Connection:
         if not count:
             self._closed()
             return
-        if self._bytes > MAX_BYTES:
-            self._end(ConnectionError(f"the response has more than {MAX_BYTES} bytes"))
-            return
         try:
-            if self._state == _FLOWING and len(self._unread) < MAX_UNPARSED_PIECES:
+            if self._bytes > self._max_bytes:
+                raise ResponseTooLarge(f"the response has more than {self._max_bytes} bytes")
+            if (
+                self._state == _FLOWING
+                and count <= MAX_UNPARSED_BYTES
+                and len(self._unread) < MAX_UNPARSED_PIECES
+            ):
                 piece = bytes(_view[:count])
                 self._unread.append((now, piece))
                 # A chunked body ends with these bytes; if they came in two reads, the second is
                 # shorter than 4 bytes.
-                if count < 4 or piece.endswith(b"\r\n\r\n"):
-                    self._parse_unread()
+                if count >= 4 and not piece.endswith(b"\r\n\r\n"):
+                    return
+                self._parse_unread()
             else:
                 self._parse_unread()
                 self._received = now
                 self._parser.feed_data(_view[:count])
+                # One long header is collected by the parser before `on_header` is called.
+                if self._state == _AWAITED and self._bytes > MAX_HEADER_BYTES + len(_buffer):
+                    raise _too_many_headers()
+            self._reader.check_size()
         except _NO_HTTP as problem:
             cause = problem.__context__ or problem
-            self._end(ConnectionError(f"the response is not valid HTTP: {cause}"))
+            if not isinstance(cause, ResponseTooLarge):
+                cause = ConnectionError(f"the response is not valid HTTP: {cause}")
+            self._end(cause)
+            return
+        except ResponseTooLarge as problem:
+            self._end(problem)
+            return
+        except Exception as problem:  # raised further, it would end no request and be seen nowhere
+            self._end(ConnectionError(f"{type(problem).__name__}: {problem}"))
             return
         if self._state == _WHOLE and self._waiter is not None:
             self._waiter.switch(None)
@@ -198,6 +228,9 @@ class Connection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
+        self._header_bytes += len(name) + len(value)
+        if len(self._headers) > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            raise _too_many_headers()
         match name.lower():
             case b"transfer-encoding":
                 self._is_chunked = b"chunked" in value.lower()
@@ -224,6 +257,12 @@ class Connection:
         if self._state != _AWAITED:
             self._state = _WHOLE
             self._is_reusable = self._parser.should_keep_alive()
+
+
+def _too_many_headers() -> ResponseTooLarge:
+    return ResponseTooLarge(
+        f"the response has more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them"
+    )
 
 
 class Pool:
@@ -368,8 +407,10 @@ class Inflater:
     """Decompresses one body, gzip or deflate (RFC 9110, 8.4.1). A gzip body may have several
     members (RFC 1952, 2.2), and some servers send deflate without zlib's header."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        """`max_bytes`: of the text."""
         self._member = _member()
+        self._max_bytes = max_bytes
         self._inflated_bytes = 0
         self._is_over = False  # nothing that follows is read
 
@@ -378,35 +419,39 @@ class Inflater:
         """Return whether the body may end here."""
         return bool(self._member.eof)
 
-    def feed(self, data: bytes) -> bytes:
-        """Return the text of the next piece of the body. Raises ValueError if the piece is damaged
-        or the text has more than MAX_BYTES; pieces after that have no text."""
-        texts: list[bytes] = []
-        while data and not self._is_over:
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the text of the next piece of the body, at most INFLATED_BYTES at a time. Raises
+        ValueError if the piece is damaged or the text has more than `max_bytes`; pieces after that
+        have no text."""
+        has_more = False  # the member may have text left that needs no further data
+        while (data or has_more) and not self._is_over:
             try:
-                texts.append(self._inflate(data))
+                text = self._inflate(data)
             except zlib.error as problem:
                 self._is_over = True
                 if not self._member.eof:
                     raise ValueError(f"the body is compressed and damaged: {problem}") from problem
-                break  # what follows the last member is no member: gzip ignores it too
-            if self._inflated_bytes > MAX_BYTES:
+                return  # what follows the last member is no member: gzip ignores it too
+            if self._inflated_bytes > self._max_bytes:
                 self._is_over = True
-                raise ValueError(f"the body is compressed, and has more than {MAX_BYTES} bytes")
-            data = self._member.unused_data
-        return b"".join(texts)
+                raise ValueError(
+                    f"the body is compressed, and has more than {self._max_bytes} bytes"
+                )
+            data = self._member.unconsumed_tail or self._member.unused_data
+            has_more = len(text) == INFLATED_BYTES and not self._member.eof
+            if text:
+                yield text
 
     def _inflate(self, data: bytes) -> bytes:
-        """Return the text up to the end of the piece or of a member. Raises zlib.error."""
+        """Return the next text, at most up to the end of the member. Raises zlib.error."""
         member = _member() if self._member.eof else self._member
-        max_length = MAX_BYTES + 1 - self._inflated_bytes
         try:
-            text: bytes = member.decompress(data, max_length)
+            text: bytes = member.decompress(data, INFLATED_BYTES)
         except zlib.error:
             if self._inflated_bytes:
                 raise
             member = zlib.decompressobj(-zlib.MAX_WBITS)  # deflate without a header
-            text = member.decompress(data, max_length)
+            text = member.decompress(data, INFLATED_BYTES)
         self._member = member
         self._inflated_bytes += len(text)
         return text
@@ -447,6 +492,7 @@ class _WholeResponse:
     """A reader for Connection.exchange that keeps the whole response."""
 
     is_done = False  # before the end of the body
+    max_bytes = MAX_BODY_BYTES
 
     def __init__(self) -> None:
         self.status = 0
@@ -459,6 +505,9 @@ class _WholeResponse:
     def body(self, data: bytes, received: float) -> bool:
         self.data += data
         return True
+
+    def check_size(self) -> None:
+        """Do nothing: `max_bytes` is the only limit."""
 
 
 def fetch(
@@ -481,7 +530,7 @@ def fetch(
     if encodings and is_inflatable(encodings[-1]):
         inflater = Inflater()
         try:
-            data = inflater.feed(data)
+            data = b"".join(inflater.feed(data))
         except ValueError as problem:
             raise TargetUnusable(f"{pool.host}: {problem}") from problem
         if reader.data and not inflater.is_complete:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from crossover.serving.workload.conversations import mean_turns_of
 from crossover.serving.workload.request_lengths import Workload
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
+FILE_ENDINGS = (".jsonl", ".json", ".csv")  # of workload files, which need not exist
 # Options that Locust has if a person starts it by hand.
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")
 _WORKLOAD = re.compile(
@@ -77,9 +79,9 @@ def add_options(parser: Any) -> None:
 
 def parse_workload(text: str) -> Workload:
     """Return the workload of "chat", "chat:512:64" (at most 512 prompt and 64 output tokens),
-    "256x64" (fixed lengths), or "FILE.jsonl". Raises LoadError for anything else.
+    "256x64" (fixed lengths), or of a file. Raises LoadError for anything else.
     """
-    if text.endswith(".jsonl"):
+    if text.endswith(FILE_ENDINGS) or Path(text).is_file():
         return Workload(file=text)
     match = _WORKLOAD.fullmatch(text)
     groups = match.groupdict() if match is not None else {}
@@ -92,7 +94,7 @@ def parse_workload(text: str) -> Workload:
     except LoadError as problem:
         raise LoadError(
             f"--workload {text!r}: {str(problem).rstrip('.')}. Write a preset (chat), a preset "
-            "with maximum lengths (chat:512:64), or fixed lengths (256x64)."
+            "with maximum lengths (chat:512:64), fixed lengths (256x64), or the path of a file."
         ) from problem
 
 

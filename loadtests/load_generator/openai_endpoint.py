@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import gevent
@@ -42,6 +42,8 @@ MODELS = "/v1/models"
 MODEL_OPTION = "--model (model in a campaign)"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
 BASE_ADVICE = "; the path of a URL is the base of its routes: give another, or none for /v1"
+# Names of models that do not generate text.
+NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)
 REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
 BUSY = (429, 503)  # the endpoint is loading its model or serving others
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is tried again
@@ -285,9 +287,8 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
             if listed_names and model not in listed_names:
                 advice += f". It does not list the model {model!r}, but {', '.join(listed_names)}"
             elif target.model is None and listed_names[1:]:
-                advice += (
-                    f". It also lists {', '.join(listed_names[1:])}: choose one with {MODEL_OPTION}"
-                )
+                others = ", ".join(name for name in listed_names if name != model)
+                advice += f". It also lists {others}: choose one with {MODEL_OPTION}"
     return (EndpointRefuses if is_refused else TargetUnusable)(
         f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
         f"{record.error_message or 'no message'}{advice}"
@@ -362,12 +363,13 @@ def _facts_of(
 
 
 def _first_model(target: Target, pool: Pool) -> str:
-    """Return the first model that the endpoint lists. Raises TargetUnusable if it lists none."""
+    """Return the first model that the endpoint lists and that can generate text. Raises
+    TargetUnusable if it lists none."""
     if not (models := _models(target, pool)):
         raise TargetUnusable(
             f"{pool.host}{pool.path_of(MODELS)} lists no models. Name one with {MODEL_OPTION}"
         )
-    return models[0]
+    return generating_models(models)[0]
 
 
 def _models(target: Target, pool: Pool) -> list[str]:
@@ -398,6 +400,11 @@ def _models(target: Target, pool: Pool) -> list[str]:
     if not names and isinstance(response, dict) and is_error(response):
         raise TargetUnusable(f"{where} answered with an error: {words_of(response)}")
     return names
+
+
+def generating_models(names: Sequence[str]) -> Sequence[str]:
+    """Return the models that can generate text, as far as their names tell; all, if none can."""
+    return [name for name in names if not NO_CHAT_MODEL.search(name)] or names
 
 
 def names_of_models(response: Any) -> list[str]:

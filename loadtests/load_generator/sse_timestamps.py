@@ -21,6 +21,7 @@ import gevent
 import msgspec
 
 from crossover.loadtests.load_generator.completion_chunk import (
+    MAX_WORDS,
     Chunk,
     ChunkChoice,
     ChunkUsage,
@@ -39,11 +40,18 @@ from crossover.loadtests.load_generator.completion_chunk import (
 from crossover.loadtests.load_generator.http_connection import (
     Inflater,
     Pool,
+    ResponseTooLarge,
     clock,
     is_inflatable,
 )
 from crossover.loadtests.records.request_record import RequestRecord
 
+# Limits of one answer, by its output tokens. The hundreds of bytes of a token's event are far below
+# the limit, and even a server that sends each character alone sends fewer events.
+MAX_BYTES, MAX_BYTES_PER_TOKEN = 4 << 20, 1 << 10
+MAX_EVENTS, MAX_EVENTS_PER_TOKEN = 1000, 4
+MAX_EVENT_BYTES = 1 << 20  # of one event
+UNKNOWN_TOKENS = 4096  # output tokens, where the record does not say how many were requested
 MAX_STRAY_BYTES = 8192  # kept of an error response, and of lines that belong to no event
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
@@ -66,6 +74,8 @@ class GaveUp(BaseException):
 class Answer(msgspec.Struct):
     """The response so far, as read from the connection (a reader of Connection.exchange)."""
 
+    max_bytes: int = MAX_BYTES + UNKNOWN_TOKENS * MAX_BYTES_PER_TOKEN
+    max_events: int = MAX_EVENTS + UNKNOWN_TOKENS * MAX_EVENTS_PER_TOKEN
     status: int | None = None
     contents: list[float] = []  # arrival times of content chunks, on `clock`
     first_answer: float | None = None  # arrival time of the first content that is not reasoning
@@ -91,6 +101,7 @@ class Answer(msgspec.Struct):
     is_begun: bool = False  # the first event has been read
     pending: bytearray = bytearray()  # an incomplete event, or the body of an error response
     stray: bytearray = bytearray()  # lines that belong to no event
+    other_events: int = 0  # those that did not come alone in a piece, and those without choices
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Read the status and the headers."""
@@ -99,28 +110,28 @@ class Answer(msgspec.Struct):
         for name, value in headers:
             match name.lower():
                 case b"x-crossover-backend":
-                    self.backend = value.decode("latin-1")
+                    self.backend = _header_text(value)
                 case b"x-request-id":
-                    self.request_id = value.decode("latin-1")
+                    self.request_id = _header_text(value)
                 case b"location":
-                    self.location = value.decode("latin-1")
+                    self.location = _header_text(value)
                 case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
                     if is_inflatable(value):
-                        self.inflater = Inflater()
+                        self.inflater = Inflater(self.max_bytes)
                     else:
-                        self.is_plain, self.encoding = False, value.decode("latin-1")
+                        self.is_plain, self.encoding = False, _header_text(value)
 
-    def body(self, data: bytes, received: float) -> bool:
+    def body(self, data: bytes, received: float, is_inflated: bool = False) -> bool:
         """Read a piece of the body. Return whether the next pieces may be read later, which is so
-        once there is content: the first content must be stamped at once."""
-        if self.inflater is not None:
+        once there is content: the first content must be stamped at once. Raises ResponseTooLarge.
+        """
+        if self.inflater is not None and not is_inflated:
             try:
-                data = self.inflater.feed(data)
+                for text in self.inflater.feed(data):
+                    self.body(text, received, is_inflated=True)
             except ValueError as problem:
                 self.fail("stream_error", str(problem))
-                return self.has_content
-            if not data:  # no text yet: a header, or the beginning of a block
-                return self.has_content
+            return self.has_content
         if (
             self.is_plain
             and data.startswith(b"data:")
@@ -142,6 +153,11 @@ class Answer(msgspec.Struct):
             self.pending += data[: MAX_STRAY_BYTES - len(self.pending)]
             return True
         return self.has_content
+
+    def check_size(self) -> None:
+        """Raise ResponseTooLarge if there were more events than the answer can have."""
+        if max(len(self.contents), self.other_events) > self.max_events:
+            raise ResponseTooLarge(f"the answer has more than {self.max_events} events")
 
     def ended(self) -> None:
         """Read what is left at the end of the response, and check that the answer is complete."""
@@ -187,9 +203,13 @@ class Answer(msgspec.Struct):
             search_start = len(pending) - 1
             pending += data
             if pending.find(b"\n\n", search_start) < 0:
+                if len(pending) > MAX_EVENT_BYTES:
+                    raise ResponseTooLarge(f"an event has more than {MAX_EVENT_BYTES} bytes")
                 return
             data = bytes(pending)
         *events, incomplete_event = data.split(b"\n\n")
+        self.other_events += len(events)
+        self.check_size()
         for event in events:
             self._read_event(event, received)
         pending[:] = incomplete_event
@@ -320,6 +340,7 @@ class Answer(msgspec.Struct):
     def _read_without_choices(self, data: bytes, received: float) -> None:
         """Read an event without choices: token counts at the end of a stream, an error, or
         nothing."""
+        self.other_events += 1
         try:
             chunk = read_chunk(data)
         except ValueError as problem:  # in a part that decode_chunk skipped
@@ -353,6 +374,11 @@ class Answer(msgspec.Struct):
         return words_of_body(stray)
 
 
+def _header_text(value: bytes) -> str:
+    """Return a header's value as a record has it."""
+    return value[:MAX_WORDS].decode("latin-1")
+
+
 def stream(
     pool: Pool,
     wire: bytes,
@@ -367,7 +393,13 @@ def stream(
     `unsent_record`: the fields known before sending. Times in it and in the result count from
     `origin`, on `clock`. `watch`: keeps the text of the answer.
     """
-    answer = Answer() if watch is None else Answer(watch=watch)
+    tokens = unsent_record.requested_output_tokens or UNKNOWN_TOKENS
+    answer = Answer(
+        max_bytes=MAX_BYTES + tokens * MAX_BYTES_PER_TOKEN,
+        max_events=MAX_EVENTS + tokens * MAX_EVENTS_PER_TOKEN,
+    )
+    if watch is not None:
+        answer.watch = watch
     sent = clock()
     try:
         with gevent.Timeout(timeout_seconds):
@@ -383,6 +415,8 @@ def stream(
         if not answer.is_done:
             error = "connection" if answer.status is None else "cut_off"
             answer.fail(error, f"{type(problem).__name__}: {problem}")
+    except Exception as problem:  # whatever a server sent: a request that was sent has a record
+        answer.fail("stream_error", f"{type(problem).__name__}: {problem}")
     ended = clock()
     if not answer.contents:
         answer.fail("empty", "the stream ended normally but had no content")

@@ -47,6 +47,7 @@ from crossover.loadtests.records.journal_events import Capacity, LevelFinished, 
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models.machine_limits import cgroup_cores
+from crossover.models.temporary_folder import temporary_folder
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
@@ -165,7 +166,7 @@ class Bench:
 def open_bench() -> Iterator[Bench]:
     """Yield a bench with a temporary folder."""
     layout = divide_cores(allowed_cores(), quota=cgroup_cores())
-    with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as name:
+    with tempfile.TemporaryDirectory(prefix="crossover-selftest-", dir=temporary_folder()) as name:
         folder = Path(name)
         with LoadGenerator(log=folder / "locust.log", cores=layout.client) as generator:
             yield Bench(folder, generator, layout.engine[:1])

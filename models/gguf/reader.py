@@ -22,6 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from crossover.models.errors import BrokenWeights
 from crossover.models.gguf.header import is_of_experts, spec_of_header
 from crossover.models.shape.model_spec import ModelSpec, whole_number
+from crossover.models.stand_in_file import stand_in_words
 
 # Bounds of a header, since it comes from a stranger and is read in this process. Published files
 # have less than 100 keys, 2,000 tensors, 20 MB, and 800,000 strings of a tokenizer with its merges.
@@ -169,7 +170,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
             return _Reader(data).read()
     except (ValueError, struct.error) as problem:
         raise BrokenWeights(
-            f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"
+            stand_in_words(path)
+            or f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"
         ) from problem
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.shape.model_spec import ModelSpec
+from crossover.models.stand_in_file import stand_in_words
 
 Floats = npt.NDArray[np.float32]
 # (name, first, last) -> rows first..last-1 of a matrix, or elements of a vector. `name`: the tensor
@@ -90,7 +91,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
                     tensors[name] = StoredTensor(file, tensor.get_dtype(), shape)
         except SafetensorError as problem:
             raise BrokenWeights(
-                f"{str(file)!r} is not a complete safetensors file: {problem}"
+                stand_in_words(file)
+                or f"{str(file)!r} is not a complete safetensors file: {problem}"
             ) from problem
     return tensors
 

@@ -160,7 +160,7 @@ def _aliases(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         model = str(cell.get("model"))
         is_own_model = cell.get("identity") is not None or find_ladder_model(model) is None
         if cell.get("url") or is_own_model:
-            aliases[str(cell["key"])] = f"cell {number}"
+            aliases[str(cell["key"])] = f"cell-{number}"  # a file name, as all keys are
         if is_own_model:
             aliases.setdefault(model, f"model {number}")
     return dict(sorted(aliases.items(), key=lambda alias: len(alias[0]), reverse=True))

@@ -22,6 +22,8 @@ from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.answers.report_warnings import warnings_of
 from crossover.reports.report_data import CellData, LevelData, ReportData
 
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of what spreadsheets read as a formula
+
 
 def numbers(data: ReportData, answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     """Return the report as plain values (docs/report.md). A missing value is null, never 0."""
@@ -147,10 +149,19 @@ def as_json(data: ReportData, answers: Sequence[ModelAnswer]) -> bytes:
 
 
 def as_csv(records: Sequence[dict[str, Any]]) -> bytes:
-    """Return flat records as CSV; a missing value is an empty cell."""
+    """Return flat records as CSV; a missing value is an empty cell. A text that a spreadsheet would
+    read as a formula, such as a model's name of an endpoint, begins with an apostrophe."""
     out = io.StringIO()
     if records:
         writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(records)
+        for record in records:
+            writer.writerow({name: _without_formula(value) for name, value in record.items()})
     return out.getvalue().encode()
+
+
+def _without_formula(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = f"'{value}" if value.startswith(FORMULA_STARTS) else value
+    return text.replace("\r", " ")  # csv does not quote it, and a spreadsheet begins a row there

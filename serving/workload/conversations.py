@@ -22,7 +22,8 @@ import numpy.typing as npt
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import generator
 from crossover.serving.workload.request_lengths import Workload, draw
-from crossover.serving.workload.trace_file import Row, load_sessions
+from crossover.serving.workload.trace_file import load_sessions
+from crossover.serving.workload.trace_row import Row
 
 TurnNumbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]

@@ -16,6 +16,7 @@ accident. The shared prefix is one stream, the same for all seeds.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from importlib import resources
 
 from crossover.serving.workload.request_lengths import RequestSpec
@@ -41,11 +42,18 @@ class PromptMaker:
         even one word fits.
         """
         count = max(1, round((request.prompt_tokens - self.fixed_tokens) / self._word_tokens))
-        shared = min(count, round(request.prefix_tokens / self._word_tokens))
-        own_words = _stream_words(f"{self._seed}/{request.index}", count - shared)
-        words = _stream_words("prefix", shared) + own_words
+        words = self._shared_words(request)[:count]
+        words += _stream_words(f"{self._seed}/{request.index}", count - len(words))
         words[0] = WORDS[0]
         return " ".join(words), round(self.fixed_tokens + self._word_tokens * count)
+
+    def _shared_words(self, request: RequestSpec) -> list[str]:
+        """Return the words with which other prompts may begin too."""
+        if not request.blocks:
+            return _stream_words("prefix", round(request.prefix_tokens / self._word_tokens))
+        count = max(1, round(request.block_tokens / self._word_tokens))
+        streams = [_stream_words(f"block/{block}", count) for block in request.blocks]
+        return list(itertools.chain.from_iterable(streams))
 
     def words(self, name: str, tokens: int) -> str:
         """Return the text of one message of a conversation, from the stream of this name. It has

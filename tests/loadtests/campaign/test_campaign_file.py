@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from crossover.loadtests.campaign.server_launch import api_of, filled
 from crossover.loadtests.cli.campaign_command import campaign
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.run_folder import read_run_manifest
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.workload.arrivals import Gamma
@@ -452,3 +454,19 @@ def test_an_endpoint_that_calls_its_model_by_a_path_is_shown_by_a_short_name(
 ) -> None:
     cell = cell_of_target(Target(url="http://h:8080", model=model_id))
     assert cell.model == shown and "models" not in cell.key and "srv" not in cell.key
+
+
+def test_run_folders_are_named_after_the_time_in_utc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the folders of two machines, or of both sides of a change of the clock, sort by time."""
+    monkeypatch.setenv("TZ", "XXX-8")
+    time.tzset()
+    try:
+        with new_run(tmp_path, parse_campaign(with_engine()), hardware_facts(), ()) as opened:
+            created = read_run_manifest(opened.folder).created
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith(created[:13].replace("T", "-"))

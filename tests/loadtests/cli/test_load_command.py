@@ -74,3 +74,9 @@ def test_ctrl_c_ends_in_order(truth_server: Start) -> None:
     child.send_signal(signal.SIGINT)
     output = child.communicate(timeout=30)[0]
     assert child.returncode == 2 and output.endswith("crossover: stopped.\n")
+
+
+def test_more_users_than_fit_in_memory_are_refused() -> None:
+    child = started("http://127.0.0.1:9", "--concurrency", "1000000000")
+    output = child.communicate(timeout=60)[0]
+    assert child.returncode == 2 and "--concurrency must be at most 100000" in output

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from crossover.loadtests.errors import TargetUnusable
-from crossover.loadtests.load_generator import http_connection
+from crossover.loadtests.load_generator import sse_timestamps
 from crossover.loadtests.load_generator.http_connection import (
     clock,
     connect,
@@ -168,7 +168,8 @@ def test_a_server_without_tls_is_reported_as_such(serve: Serve) -> None:
 def test_what_a_hostile_server_sends_is_bounded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "MAX_BYTES", 1000)
+    monkeypatch.setattr(sse_timestamps, "MAX_BYTES", 1000)
+    monkeypatch.setattr(sse_timestamps, "UNKNOWN_TOKENS", 0)
     body = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(*[EVENT] * 50)
     for answer in (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 2000, body):
         assert "response has more than 1000 bytes" in (ask(serve(answer, close=True))[1] or "")

@@ -164,13 +164,22 @@ def test_a_named_model_is_requested(models: Any, model: str | None, serves: str)
             b"HTTP/1.1 307 X\r\nLocation: https://h/v1\r\nContent-Length: 0\r\n\r\n",
             "307: redirected to https://h/v1; name the",
         ),
-        ({"data": [{"id": "embeddings"}, {"id": "m"}]}, "also lists m: choose one"),
+        ({"data": [{"id": "n"}, {"id": "m"}]}, "also lists m: choose one"),
     ],
     ids=str,
 )
 def test_without_a_name_the_list_must_have_one(models: Any, message: str) -> None:
     with scripted(Endpoint(models=models)) as url, pytest.raises(TargetUnusable, match=message):
         probe_endpoint(Target(url=url, api="chat"))
+
+
+def test_without_a_name_the_first_model_that_generates_text_is_requested() -> None:
+    names = ["text-embedding-nomic-embed-text-v1.5", "qwen3-4b", "whisper-large"]
+    for listed, chosen in ((names, "qwen3-4b"), (names[:1], names[0])):
+        models = answered({"data": [{"id": name} for name in listed]})
+        answer = sse(b'data: {"choices":[{"text":"a"}]}', b"data: [DONE]")
+        with scripted(lambda request, m=models, a=answer: a if request.body else m) as url:  # type: ignore[misc]
+            assert probe_endpoint(Target(url=url)).model == chosen
 
 
 def test_an_unknown_model_is_refused_with_the_models_there_are() -> None:
