@@ -72,7 +72,7 @@ from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workloa
 BEST = "best"  # in a campaign file: the backend that this module chooses
 # CPUs with one of these flags multiply bf16, which is torch's default format. On them torch is a
 # candidate too.
-BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 REFERENCE = ("torch", format_of("torch", None))  # (backend, weight format)
 MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many threads on, half of them are measured too
 # The weights of a model with more than MAX_MEASURED_PARAMETERS would take too long to prepare, so
