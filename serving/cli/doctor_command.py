@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import typer
 
 from crossover.models import formatting
 from crossover.models.errors import ModelError
-from crossover.models.machine_limits import whole_cores
+from crossover.models.machine_limits import ROOT, whole_cores
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_probe import BackendProbe
 from crossover.serving.backends.backend_table import (
@@ -24,10 +25,20 @@ from crossover.serving.backends.backend_table import (
 )
 from crossover.serving.backends.llama_cpp.native_flags import native_flags_here
 from crossover.serving.errors import Cause
-from crossover.serving.hardware.core_speeds import CoreSpeeds, measure_core_speeds
-from crossover.serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from crossover.serving.hardware.core_speeds import (
+    CoreSpeeds,
+    measure_core_speeds,
+    spread_over_cores,
+)
+from crossover.serving.hardware.cpu_topology import (
+    best_engine_cores,
+    cores_text,
+    physical_of,
+    split_cores,
+)
 from crossover.serving.hardware.gpus import render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.hardware.numa import nodes_of, numa_nodes
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -72,8 +83,9 @@ def examine() -> Diagnosis:
             advice_by_backend[result.backend] = text
     cache, free_bytes = _cache()
     has_working_backend = any(result.works for result in backends)
-    core_speeds = _core_speeds(facts)
-    physical_cores = len(set(physical_of(facts.allowed_cores).values()))
+    measured_cpus = cpus_to_measure(facts)
+    core_speeds = _core_speeds(facts, measured_cpus)
+    physical_cores = len(set(physical_of(measured_cpus).values()))
     warnings = dict(
         [
             *warnings_of(facts, has_working_backend, free_bytes),
@@ -84,14 +96,20 @@ def examine() -> Diagnosis:
     return Diagnosis(facts, backends, advice_by_backend, cache, free_bytes, warnings, core_speeds)
 
 
-def _core_speeds(facts: HardwareFacts) -> CoreSpeeds | None:
-    """Measure as many of the allowed CPUs as the quota lets run at the same time. None: they cannot
-    be measured."""
+def cpus_to_measure(facts: HardwareFacts, root: Path = ROOT) -> list[int]:
+    """Return as many CPUs as the quota lets run at the same time: on several NUMA nodes those of
+    the node that an engine would use, since an engine reads the memory of one node."""
     cpus = facts.allowed_cores
-    usable_cpus = cpus[: whole_cores(len(cpus), facts.cgroup_cores)]
+    if len(nodes_of(cpus, numa_nodes(root))) > 1:
+        cpus, _ = best_engine_cores(cpus, root)
+    return spread_over_cores(cpus, whole_cores(len(cpus), facts.cgroup_cores), root)
+
+
+def _core_speeds(facts: HardwareFacts, cpus: Sequence[int]) -> CoreSpeeds | None:
+    """Measure these CPUs together. None: they cannot be measured."""
     max_buffer_bytes = facts.usable_memory_bytes // 4
     try:
-        return measure_core_speeds(usable_cpus, max_buffer_bytes)
+        return measure_core_speeds(cpus, max_buffer_bytes)
     except (MemoryError, OSError):
         return None
 
@@ -290,8 +308,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"  {name:16}{text}"
 
 
-def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each line about the machine; a pure function."""
+def machine_rows(facts: HardwareFacts, root: Path = ROOT) -> Iterator[tuple[str, str]]:
+    """Yield the name and value of each line about the machine. `root`: where /sys is mounted."""
     size = formatting.size
     allowed, quota = facts.allowed_cores, facts.cgroup_cores
     quota_text = "" if quota is None else f", CPU quota {quota:g} cores"
@@ -299,7 +317,9 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "ISA extensions", " ".join(facts.isa) or "none relevant"
     yield "cores", f"{cores}; this process may use {cores_text(allowed)}{quota_text}"
-    yield "serve would use", split_cores(allowed, quota=quota).note
+    if nodes_text := numa_text(root):
+        yield "NUMA", nodes_text
+    yield "serve would use", split_cores(allowed, root=root, quota=quota).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
     for gpu in facts.gpus:
@@ -309,6 +329,20 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     if not facts.gpus:
         yield "GPU", facts.gpu_note or "none"
     yield "system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"
+
+
+def numa_text(root: Path = ROOT) -> str:
+    """Return the NUMA nodes in words: "2 nodes of 32 cores, 252 GiB each"; "": there is one."""
+    nodes = numa_nodes(root)
+    if len(nodes) < 2:
+        return ""
+    texts: list[str] = []
+    for node in nodes:
+        cores = len(set(physical_of(node.cpus, root).values()))
+        texts.append(f"{cores} cores, {formatting.size(node.total_bytes)}")
+    if len(set(texts)) == 1:
+        return f"{len(nodes)} nodes of {texts[0]} each"
+    return f"{len(nodes)} nodes: {'; '.join(texts)}"
 
 
 def speed_rows(speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:

@@ -140,6 +140,7 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     request: PlacementRequest
     threads: int
     cores: tuple[int, ...]  # logical CPUs that the engine may use; (): all
+    memory_nodes: tuple[int, ...] = ()  # NUMA nodes for its memory; (): where its threads run
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
     cache: str | None = None  # the cache folder; None: the default one
@@ -347,6 +348,7 @@ def known_times(
         settings=question.settings,
         threads=engine.threads or question.threads,
         cores=question.cores,
+        memory_nodes=question.memory_nodes,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.spec)
