@@ -169,6 +169,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     device: str | None  # "cpu" or "gpu", which served; None: not known, as for an endpoint
     engine: str = ""  # name of another project's engine; "": one of our backends served
     slots: int | None = None
+    cores: int | None = None  # of the engine, if the campaign measured several numbers of cores
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
@@ -522,6 +523,7 @@ def _cell_of(
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or entry.get("slots"),
+        cores=entry.get("cores"),
         state=state,
         reason=reason,
         levels=tuple(
