@@ -20,11 +20,13 @@ from pathlib import Path
 
 import msgspec
 
+from crossover.models import formatting
 from crossover.models.machine_limits import ROOT, read_text, sizes
 from crossover.serving.errors import ServingError
 
 SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # by machine
 MPOL_BIND, MPOL_INTERLEAVE = 2, 3  # linux/mempolicy.h
+MIN_SHARE_ON_NODE = 0.95  # of an engine's memory, on the nodes that it was given
 MAX_NODES = 1024  # bits of a mask of nodes
 MAX_CPU = 65_535  # larger numbers are typing errors, which must not fill the memory
 
@@ -123,6 +125,23 @@ def run_on(cores: Collection[int], memory_nodes: Collection[int]) -> str:
             "it lies where the threads run that write it first"
         )
     return ""
+
+
+def misplaced_memory(memory_nodes: Collection[int], root: Path = ROOT) -> str:
+    """Return in words how much of this process's memory lies on other nodes than it should;
+    "": at most 1 - MIN_SHARE_ON_NODE of it, or the kernel does not report it."""
+    size_by_node = bytes_by_node(root=root)
+    total = sum(size_by_node.values())
+    if not memory_nodes or not total:
+        return ""
+    share = sum(size_by_node.get(node, 0) for node in memory_nodes) / total
+    if share >= MIN_SHARE_ON_NODE:
+        return ""
+    nodes = ", ".join(map(str, memory_nodes))
+    return (
+        f"only {formatting.share(share, 2)} of the memory lies on NUMA node {nodes}, so steps wait "
+        "for the link to other nodes; free memory there, or choose cores of another node (--cores)"
+    )
 
 
 def bytes_by_node(pid: int | str = "self", root: Path = ROOT) -> dict[int, int]:

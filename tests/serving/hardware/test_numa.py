@@ -21,6 +21,7 @@ from crossover.serving.hardware.cpu_topology import cores_text, physical_of, spl
 from crossover.serving.hardware.numa import (
     allocate_memory_on,
     bytes_by_node,
+    misplaced_memory,
     numa_nodes,
     run_on,
 )
@@ -249,3 +250,23 @@ def test_pages_are_counted_by_node(tmp_path: Path) -> None:
     )
     assert bytes_by_node(7, tmp_path) == {0: 8192, 1: 4096 + 2 * MIB}
     assert bytes_by_node(8, tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("pages", "nodes", "expected"),
+    [
+        ("N0=60 N1=40", (0,), "only 60 % of the memory lies on NUMA node 0"),
+        ("N0=96 N1=4", (0,), ""),
+        ("N0=60 N1=40", (0, 1), ""),  # in turns
+        ("N0=60 N1=40", (), ""),
+        ("", (0,), ""),
+    ],
+)
+def test_an_engine_whose_memory_lies_elsewhere_says_so(
+    tmp_path: Path, pages: str, nodes: tuple[int, ...], expected: str
+) -> None:
+    file = tmp_path / "proc/self/numa_maps"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"7f00 bind:0 anon=100 dirty=100 {pages} kernelpagesize_kB=4\n")
+    warning = misplaced_memory(nodes, tmp_path)
+    assert warning.startswith(expected) and bool(warning) == bool(expected)
