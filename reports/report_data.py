@@ -507,6 +507,7 @@ def _cell_of(
         capacity = estimate(levels, slo, server, demand, min_level_seconds=min_level_seconds)
     if server is not None:
         server = server.slower((capacity and capacity.factor) or LOADED)
+    cores = entry.get("cores")
     identity = _identity_of(entry)
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
@@ -523,7 +524,7 @@ def _cell_of(
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or entry.get("slots"),
-        cores=entry.get("cores"),
+        cores=cores if isinstance(cores, int) else None,
         state=state,
         reason=reason,
         levels=tuple(

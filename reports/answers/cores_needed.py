@@ -60,9 +60,12 @@ def pod_request(cell: CellData, cores: int) -> PodRequest:
     """Return what a pod of a configuration requests: the CPUs that the engine had, and its measured
     peak memory or, if that is higher, the predicted one; with the HTTP process in both."""
     layout = (cell.ready.layout if cell.ready is not None else None) or {}
-    engine = layout.get("engine") or range(cores)
-    shares_with_http = set(engine) <= set(layout.get("api") or ())
-    millicores = 1000 * len(engine) + (0 if shares_with_http else HTTP_MILLICORES)
+    engine_cpus, api_cpus = layout.get("engine"), layout.get("api")
+    count, shares_with_http = cores, False
+    if isinstance(engine_cpus, list) and isinstance(api_cpus, list):
+        count = len(engine_cpus)
+        shares_with_http = all(cpu in api_cpus for cpu in engine_cpus)
+    millicores = 1000 * count + (0 if shares_with_http else HTTP_MILLICORES)
     cpu = f"{millicores}m" if millicores % 1000 else str(millicores // 1000)
     sizes = [cell.memory.measured_bytes, cell.memory.predicted_bytes]
     known_sizes = [size for size in sizes if size is not None]
@@ -108,6 +111,9 @@ def least_cores(rows: Sequence[CoresCell], rate: float) -> list[str]:
     for series in dict.fromkeys(row.series for row in rows):
         own = [row for row in rows if row.series == series]
         serving = next((row for row in own if (served_rate(row.cell) or 0.0) >= rate), None)
+        if all(row.cell.estimated_rate is None for row in own):
+            sentences.append(f"{series}: no capacity is known for any number of cores.")
+            continue
         if serving is None:
             most = formatting.count(max(row.cores for row in own))
             sentences.append(

@@ -41,10 +41,11 @@ def native_flags_here() -> str:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if platform.machine() != "aarch64" or not compiler:
         return ""
-    # Without a shell, since CXX may contain anything.
+    # Without a shell, since CXX may contain anything, and without variables, which may be secrets.
+    path = {"PATH": os.environ.get("PATH", os.defpath)}
     words = [*compiler.split(), "-mcpu=native", "-x", "c++", "-E", "-v", os.devnull]
     try:
-        output = subprocess.run(words, capture_output=True, text=True, check=False).stderr
+        output = subprocess.run(words, capture_output=True, text=True, env=path).stderr
         features = re.search(r"^Features\s*:(.*)", CPUINFO.read_text(), re.MULTILINE)
     except OSError:
         return ""
