@@ -26,7 +26,9 @@ CMAKE_OF_vulkan = -DGGML_VULKAN=on
 CMAKE_OF_cuda = -DGGML_CUDA=on
 CMAKE_OF_rocm = -DGGML_HIP=on
 GPU_CMAKE = $(if $(GPU),$(or $(CMAKE_OF_$(GPU)),$(error GPU is $(GPU); there are vulkan, cuda, rocm)))
-LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
+# Only on an ARM CPU that the compiler does not know does the script print flags.
+NATIVE_CMAKE = $$($(PYTHON) "$(CURDIR)/serving/backends/llama_cpp/native_flags.py")
+LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(NATIVE_CMAKE) $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed

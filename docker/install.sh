@@ -14,12 +14,8 @@ if [ -n "$pin" ]; then
     made=$(mktemp -d)
     "$pip" download --no-deps --no-binary llama-cpp-python --dest "$made" "$pin"
     tar -xzf "$made"/llama_cpp_python-*.tar.gz -C "$made" --strip-components 1
-    if [ -n "$CPU_VARIANTS" ] && [ "$(uname -m)" = x86_64 ]; then
-      list=$made/vendor/llama.cpp/ggml/src/CMakeLists.txt
-      for name in $CPU_VARIANTS; do
-        grep -q "ggml_add_cpu_backend_variant(${name}[ )]" "$list" || { echo "CPU_VARIANTS: GGML knows no $name" >&2; exit 1; }
-      done
-      sed -i -E "/ggml_add_cpu_backend_variant\(/{/\(($(echo "$CPU_VARIANTS" | tr ' ' '|'))[ )]/!d}" "$list"
+    if [ -n "$CPU_VARIANTS" ]; then
+      docker/keep-variants.sh "$made/vendor/llama.cpp/ggml/src/CMakeLists.txt" "$(uname -m)" "$CPU_VARIANTS"
     fi
     CXXFLAGS="-include $PWD/docker/amx.h" CMAKE_ARGS="-DLLAVA_BUILD=OFF $CMAKE_ARGS" "$pip" wheel --no-deps --wheel-dir "$made/wheel" "$made"
     mkdir -p "$wheels"

@@ -92,14 +92,19 @@ assert len(files) > 1 and len(taken) == 1 and details["system_info"], (files, ta
 print(*taken, "of", *files, "|", details["system_info"])'
 taken=$(podman run --rm --network none --entrypoint python3 "$CROSSOVER_IMAGE" -c "$chosen")
 step "llama.cpp here takes $taken"
-if qemu=$(command -v qemu-x86_64-static); then
-  for pair in Nehalem:sse42 Haswell:haswell; do
+case $(uname -m) in
+  x86_64) emulated="Nehalem:sse42 Haswell:haswell" ;;
+  aarch64) emulated="cortex-a72:armv8.0_1 neoverse-n1:armv8.2_2 a64fx:armv8.2_3 max:armv8.6_2" ;;
+  *) emulated= ;;
+esac
+if qemu=$(command -v "qemu-$(uname -m)-static") && [[ -n $emulated ]]; then
+  for pair in $emulated; do
     taken=$(podman run --rm --network none --entrypoint /qemu -v "$qemu:/qemu:ro" "$CROSSOVER_IMAGE" -cpu "${pair%:*}" /opt/crossover/bin/python3 -c "$chosen" 2>"$log") || fail "llama.cpp on an emulated ${pair%:*}"
     [[ ${taken%% *} = "${pair#*:}" ]] || fail "on an emulated ${pair%:*} llama.cpp takes $taken"
     step "llama.cpp on an emulated ${pair%:*} takes ${taken%% *}"
   done
 else
-  step "which build other CPUs take was not run, this machine has no qemu-x86_64-static (qemu-user-static)"
+  step "which build other CPUs take was not run, this machine has no qemu-$(uname -m)-static (qemu-user-static)"
 fi
 run -d --name crossover-test "$CROSSOVER_IMAGE" serve 135m --host 0.0.0.0 --backend llama_cpp >/dev/null
 wait_for http://127.0.0.1:8000/ready

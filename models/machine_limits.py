@@ -1,4 +1,4 @@
-"""What the kernel reports about this machine: its CPU, its memory, the limits of control groups.
+"""What the kernel reports about this machine: its instructions, memory and control groups.
 
 Control groups (containers) may be of version 1 or 2. A limit may be set on this process's group or
 on any group above it; the tightest one counts. `root` is the folder in which /proc and /sys are
@@ -18,7 +18,9 @@ UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     """Return the instruction sets as /proc/cpuinfo names them (`flags`; on ARM `Features`)."""
-    return frozenset((_cpuinfo(root, "flags|Features") or "").split())
+    text = read_text(root / "proc/cpuinfo")
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*\S)", text, re.MULTILINE)
+    return frozenset(match[1].split() if match else ())
 
 
 def int8_bits() -> int:
@@ -30,18 +32,6 @@ def int8_bits() -> int:
     is_arm = platform.machine().lower() in ("aarch64", "arm64")
     has_vnni = bool({"avx512_vnni", "avx_vnni"} & cpu_flags())
     return 8 if is_arm or has_vnni else 7
-
-
-def cpu_name(root: Path = ROOT) -> str | None:
-    """Return the CPU's model name; None: the kernel does not report it."""
-    return _cpuinfo(root, "model name|Model")
-
-
-def _cpuinfo(root: Path, keys: str) -> str | None:
-    """Return the first value of a key in /proc/cpuinfo. `keys`: names with | between them."""
-    text = read_text(root / "proc/cpuinfo")
-    match = re.search(rf"^(?:{keys})\s*:\s*(.*\S)", text, re.MULTILINE)
-    return match[1] if match else None
 
 
 def cgroup_cores(root: Path = ROOT) -> float | None:

@@ -169,6 +169,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     device: str | None  # "cpu" or "gpu", which served; None: not known, as for an endpoint
     engine: str = ""  # name of another project's engine; "": one of our backends served
     slots: int | None = None
+    cores: int | None = None  # of the engine, if the campaign measured several numbers of cores
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
@@ -506,6 +507,7 @@ def _cell_of(
         capacity = estimate(levels, slo, server, demand, min_level_seconds=min_level_seconds)
     if server is not None:
         server = server.slower((capacity and capacity.factor) or LOADED)
+    cores = entry.get("cores")
     identity = _identity_of(entry)
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
@@ -522,6 +524,7 @@ def _cell_of(
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or entry.get("slots"),
+        cores=cores if isinstance(cores, int) else None,
         state=state,
         reason=reason,
         levels=tuple(

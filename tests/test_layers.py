@@ -54,6 +54,7 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
     assert found == {
         "models/child_process.py",
         "loadtests/host/die_with_parent.py",
+        "serving/backends/llama_cpp/native_flags.py",  # the compiler, without variables
     }
 
 

@@ -83,10 +83,20 @@ class ServerSettings(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """How the server of each cell is started: options of `crossover serve` with the same names."""
 
     context_tokens: Count = 2048
-    cores: Count | None = None
+    cores: Count | list[Count] | None = None
     cache: str | None = None
     ready_seconds: Positive = 1800.0
     gpu: GpuSettings | None = None
+
+    @property
+    def core_counts(self) -> list[int | None]:
+        """The numbers of cores to measure each configuration on the CPU with; [None]: one, which
+        `cores` sets."""
+        return [*self.cores] if isinstance(self.cores, list) else [None]
+
+    def cores_of(self, cell_cores: int | None) -> int | None:
+        """Return the engine's cores in a cell; None: as many as possible."""
+        return cell_cores if isinstance(self.cores, list) else self.cores
 
     def settings_on(self, device: str | None) -> RequestedSettings:
         """Return the scheduler settings of a server on a device, as far as the campaign sets them.
@@ -173,6 +183,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str  # "": not known, or not chosen yet
     backend: str  # BEST until the fastest engine is chosen
     slots: int | None = None
+    cores: int | None = None  # of the engine, if server.cores is a list; None: as server.cores says
     url: str | None = None  # the endpoint, if the runner does not start a server
     engine: str = ""  # the name of one of the campaign's `engines`
     threads: int | None = None  # chosen with the fastest engine; None: those of the layout
@@ -336,6 +347,8 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             f"search.starts = {file.search.starts} is possible only for a search on servers that "
             "the campaign starts: remove search.rates and target"
         )
+    if file.server.cores == []:
+        yield "server.cores = [] names no number: write, for example, [1, 2], or leave it out"
     yield from _choice_faults(file)
     yield from _session_faults(file)
     yield from _length_faults(file)

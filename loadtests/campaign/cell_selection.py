@@ -130,7 +130,9 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
     if cell.url is not None:
         return None
     try:
-        return divide_cores(usable or allowed_cores(), campaign.server.cores, cgroup_cores())
+        return divide_cores(
+            usable or allowed_cores(), campaign.server.cores_of(cell.cores), cgroup_cores()
+        )
     except ValueError as problem:
         raise BadCampaign(f"server.cores: {problem}") from problem
 

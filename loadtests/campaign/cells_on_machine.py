@@ -29,6 +29,7 @@ from crossover.loadtests.campaign.campaign_file import (
     ThirdPartyEngine,
     file_name,
 )
+from crossover.loadtests.campaign.cell_selection import layout_of
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.errors import BadCampaign
 from crossover.models.errors import ModelError
@@ -77,10 +78,17 @@ def on_this_machine(
     except (ModelError, ServingError) as problem:
         raise BadCampaign(f"{problem}") from problem
     for engine in campaign.engines:
-        cells += [_cell_of_engine(model, engine, campaign.server) for model in models]
+        cells += [
+            _cell_of_engine(model, engine, campaign.server, cores)
+            for model in models
+            for cores in campaign.server.core_counts
+        ]
     key, times = Counter(cell.key for cell in cells).most_common(1)[0]
     if times > 1:
         raise BadCampaign(f"The campaign has the cell {key} twice. Models and formats must differ.")
+    if isinstance(campaign.server.cores, list):
+        for cell in cells:
+            layout_of(cell, campaign)  # refuses more cores than there are, before anything runs
     return Plan(campaign, cells, requested.text)
 
 
@@ -116,9 +124,10 @@ def _own_cells(
             device for device in devices if not is_auto or model.name in names_on[device]
         ]
         own_cells = [
-            _cell_of_own_engine(model, engine, campaign)
+            _cell_of_own_engine(model, engine, campaign, cores)
             for device in own_devices
             for engine in selection.engines_on(device, model, devices)
+            for cores in (campaign.server.core_counts if device == "cpu" else [None])
         ]
         if not own_cells and (campaign.backends is not None or not campaign.engines):
             raise BadCampaign(selection.why_nothing_runs(model, devices))
@@ -234,7 +243,9 @@ class EngineSelection:
 # The cells.
 
 
-def _cell_of_own_engine(model: ModelIdentity, engine: Engine, campaign: Campaign) -> Cell:
+def _cell_of_own_engine(
+    model: ModelIdentity, engine: Engine, campaign: Campaign, cores: int | None
+) -> Cell:
     shown_device = engine.device if len(campaign.devices) > 1 else None
     return _cell(
         model,
@@ -242,19 +253,22 @@ def _cell_of_own_engine(model: ModelIdentity, engine: Engine, campaign: Campaign
         engine.backend,
         shown_device,
         slots=campaign.server.settings_on(engine.device).slots,
+        cores=cores,
         device=engine.device,
         is_best=engine.backend == BEST,
     )
 
 
-def _cell_of_engine(model: ModelIdentity, engine: ThirdPartyEngine, server: ServerSettings) -> Cell:
+def _cell_of_engine(
+    model: ModelIdentity, engine: ThirdPartyEngine, server: ServerSettings, cores: int | None
+) -> Cell:
     """Return the cell of a model on another project's engine."""
     weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
     if engine.weights == model.kind and not engine.format:
         weight_format = model.weight_format or weight_format
     settings = server.filled(DEFAULT_SETTINGS["cpu"])
     slots = settings.slots if "{slots}" in engine.command else None
-    return _cell(model, weight_format, engine.name, slots=slots, engine=engine.name)
+    return _cell(model, weight_format, engine.name, slots=slots, cores=cores, engine=engine.name)
 
 
 def _cell(
@@ -262,17 +276,20 @@ def _cell(
     weight_format: str,
     backend: str,
     shown_device: str | None = None,
+    cores: int | None = None,
     **fields: Any,
 ) -> Cell:
     """Return a cell whose key has the model's name and what distinguishes it from other cells."""
     names_format = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
     shown_format = None if names_format else weight_format
-    key_parts = filter(None, (model.name, shown_format, backend, shown_device))
+    shown_cores = None if cores is None else f"{cores}-cores"
+    key_parts = filter(None, (model.name, shown_format, backend, shown_device, shown_cores))
     return Cell(
         key=file_name("-".join(key_parts)),
         model=model.name,
         weight_format=weight_format,
         backend=backend,
+        cores=cores,
         identity=None if model.kind == "ladder" else model,
         **fields,
     )

@@ -6,10 +6,12 @@ divide_cores((0, 1, 2, 3), engine_cores=2)   # the engine on 0 and 1, the API on
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
-from crossover.models.machine_limits import whole_cores
-from crossover.serving.hardware.cpu_topology import SHARED_CORES, physical_of
+from crossover.models.machine_limits import ROOT, whole_cores
+from crossover.serving.hardware.cpu_topology import SHARED_CORES, best_engine_cores, physical_of
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -23,13 +25,17 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def divide_cores(
-    usable: tuple[int, ...], engine_cores: int | None = None, quota: float | None = None
+    usable: tuple[int, ...],
+    engine_cores: int | None = None,
+    quota: float | None = None,
+    root: Path = ROOT,
 ) -> Layout:
     """Divide the usable logical cores among engine, API and client (the load generator).
 
-    `engine_cores`: physical cores of the engine; None: as many as possible. `quota`: the CPU quota
-    in cores; None: none. The engine has a thread for each of its physical cores, but not more than
-    the quota's whole cores. Hyper-threads of a physical core stay together.
+    `engine_cores`: physical cores of the engine; None: as many as possible of those on which it
+    runs best (best_engine_cores). `quota`: the CPU quota in cores; None: none. The engine has a
+    thread for each of its physical cores, but not more than the quota's whole cores. Hyper-threads
+    of a physical core stay together.
 
         physical cores   the engine has to itself at most   API and client then get
         1                none                               the core, which all three share
@@ -42,11 +48,13 @@ def divide_cores(
 
     Raises ValueError if the engine cannot have so many cores.
     """
-    physical = _physical_cores(usable)
+    best_cores, _ = best_engine_cores(usable, root)
+    best = _physical_cores(best_cores, root)
+    physical = best + _physical_cores(tuple(set(usable) - set(best_cores)), root)
     other_cores = 2 if len(physical) >= 4 else 1  # for API and client
     max_exclusive = max(1, len(physical) - other_cores)
     max_engine = len(physical) if len(usable) <= SHARED_CORES else max_exclusive
-    count = max_engine if engine_cores is None else engine_cores
+    count = min(max_engine, len(best)) if engine_cores is None else engine_cores
     if not 1 <= count <= max_engine:
         raise ValueError(
             f"{engine_cores} cores are not available for the engine; this machine has 1 to "
@@ -60,9 +68,9 @@ def divide_cores(
     return Layout(engine, physical[-other_cores], physical[-1], threads, warnings)
 
 
-def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _physical_cores(usable: tuple[int, ...], root: Path) -> list[tuple[int, ...]]:
     """Return the usable logical cores, grouped by the physical core that they belong to."""
     groups: dict[int, list[int]] = {}
-    for core, physical in physical_of(sorted(usable)).items():
+    for core, physical in physical_of(sorted(usable), root).items():
         groups.setdefault(physical, []).append(core)
     return [tuple(group) for group in groups.values()]

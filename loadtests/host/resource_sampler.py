@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +27,13 @@ import psutil
 
 from crossover.loadtests.host.cpu_time_taken import CoreWatch
 from crossover.loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from crossover.models.machine_limits import read_text
+from crossover.models.machine_limits import ROOT, read_text
 from crossover.serving.hardware.gpus import call_or_none, memory_of, uuid_of
 
 INTERVAL_SECONDS = 1.0
-RAPL = Path("/sys/class/powercap")
+# The name of a power sensor (hwmon) that measures cores or their SoC: "CPU Power Socket 0" on
+# Grace, "power1 CORE VRD" and "power2 SoC" on Altra. Grace's other sensors include the first one.
+CPU_SENSOR = re.compile(r"\b(CPU|CORE|SOC)\b", re.IGNORECASE)
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that lower a clock, except idling.
 THROTTLE_REASONS = {0x4: "power cap", 0x60: "thermal", 0x98: "hardware slowdown"}
 
@@ -60,7 +63,7 @@ class Sampler:
         self._interval_seconds = interval_seconds
         self._watch = CoreWatch(self._engine_pids, os.getpid())
         self._gpu = Gpu()
-        self._rapl = Rapl()
+        self._cpu_power = CpuPower()
         self._level: str | None = None
         self._lock = threading.Lock()  # held during a sample, and at a level's start and end
         self._is_closed = threading.Event()
@@ -106,7 +109,7 @@ class Sampler:
             if self._server is not None:
                 pids = self._engine_pids()
                 server_fields = self._gpu.read(pids)
-                server_fields["cpu_watts"] = self._rapl.read()
+                server_fields["cpu_watts"] = self._cpu_power.read()
                 server_fields["engine"] = _memory_of(pids)
             self._sink(
                 ResourceSample(
@@ -204,24 +207,29 @@ class Gpu:
         }
 
 
-class Rapl:
-    """Reads the power of all CPU packages, in watts, from their energy counters."""
+class CpuPower:
+    """Reads the power of all CPU packages, in watts: from their energy counters (RAPL of x86), or
+    from the sensors of servers that have no counters (hwmon, as on Grace and Altra)."""
 
-    def __init__(self, root: Path = RAPL, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, root: Path = ROOT, clock: Callable[[], float] = time.monotonic) -> None:
+        """`root`: where /sys is mounted."""
         self._clock = clock
         # intel-rapl:0 is a package, and intel-rapl:0:1 a part of it. psys is the whole system,
         # which includes the packages.
         self._packages = [
             path
-            for path in sorted(root.glob("intel-rapl:*"))
+            for path in sorted((root / "sys/class/powercap").glob("intel-rapl:*"))
             if path.name.count(":") == 1 and read_text(path / "name").strip() != "psys"
         ]
+        self._sensors = [] if self._packages else _cpu_sensors(root)
         self._previous: tuple[float, list[float]] | None = None  # seconds, joules of each package
 
     def read(self) -> float | None:
-        """Return the mean watts since the last call. None: it is the first call, there are no
-        counters, or one of them was reset."""
+        """Return the watts: the mean since the last call of counters, of sensors what they show.
+        None: there are neither, it is the first call, or a counter was reset."""
         try:
+            if self._sensors:
+                return sum(int(path.read_text()) for path in self._sensors) / 1e6
             joules = [int((path / "energy_uj").read_text()) / 1e6 for path in self._packages]
         except (OSError, ValueError):
             return None
@@ -232,3 +240,20 @@ class Rapl:
         previous_time, previous_joules = previous
         used = [new - old for new, old in zip(joules, previous_joules, strict=True)]
         return None if min(used) < 0 else round(sum(used) / (now - previous_time), 3)
+
+
+def _cpu_sensors(root: Path) -> list[Path]:
+    """Return the files of the power sensors of all CPUs, which have microwatts."""
+    sensors: list[Path] = []
+    for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
+        numbers = {re.sub(r"_(input|average)$", "", path.name) for path in folder.glob("power*")}
+        for number in sorted(name for name in numbers if re.fullmatch(r"power\d+", name)):
+            # A power meter of ACPI (Grace) has its name in a file of the device, and only a mean.
+            label = read_text(folder / f"{number}_label") or read_text(
+                folder / f"device/{number}_oem_info"
+            )
+            values = [folder / f"{number}_average", folder / f"{number}_input"]
+            value = next((path for path in values if path.exists()), None)
+            if value is not None and CPU_SENSOR.search(label):
+                sensors.append(value)
+    return sensors

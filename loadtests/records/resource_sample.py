@@ -100,9 +100,8 @@ def power_of(
 ) -> Power:
     """Return the mean power of each device between two moments.
 
-    The CPU's watts are means since the sample before (RAPL's counters), and so are a GPU's if it
-    has an energy counter (NVML). Otherwise a GPU's watts are readings of the moment, which are
-    taken for the time since the sample before.
+    Watts of a device with an energy counter (RAPL, NVML) are means since the sample before. Others
+    are readings of the moment, which are taken for the time since the sample before.
     """
     cpu_joules, gpu_joules, cpu_seconds, gpu_seconds = 0.0, 0.0, 0.0, 0.0
     for before, after in pairwise(sorted(samples, key=lambda sample: sample.unix_seconds)):

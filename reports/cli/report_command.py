@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from crossover.reports.answers.model_answers import ModelAnswer
     from crossover.reports.report_data import ReportData
 
-FORMATS = ("html", "md", "csv", "json", "png")
-DEFAULT_FORMATS = "html,md,csv"
+FORMATS = ("html", "md", "csv", "json", "png", "yaml")
+DEFAULT_FORMATS = "html,md,csv,yaml"
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +30,7 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     formats: str | None = None
     png: bool = False
     slo: str | None = None
+    cores_for: str | None = None
     checks: list[str] | None = None
     share: Path | None = None
     as_json: bool = False
@@ -71,6 +72,16 @@ def _report(options: ReportOptions) -> None:
         if screen.prefix_reuse:
             typer.echo(screen.prefix_reuse)
         typer.echo(screen.basis)
+    if options.cores_for is not None:
+        from crossover.reports.answers.cores_needed import cells_by_cores, least_cores, parse_rate
+
+        rate, rows = parse_rate(options.cores_for), cells_by_cores(data)
+        if not rows:
+            raise ReportError(
+                "--cores-for needs a run whose server.cores is a list, such as cores = [1, 2]."
+            )
+        for sentence in least_cores(rows, rate):
+            typer.echo(sentence, err=options.as_json)
     checks = [check_condition(condition, answers) for condition in options.checks or ()]
     for check in checks:
         typer.echo(f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", err=options.as_json)
@@ -98,7 +109,7 @@ def _write(
         if options.formats is not None or options.png:
             raise
         typer.echo(f"No page: {problem}", err=True)
-        written = write_report(data, answers, folder, ["md", "csv"])
+        written = write_report(data, answers, folder, ["md", "csv", "yaml"])
     for path in written:
         typer.echo(str(path))
     if options.open_page:

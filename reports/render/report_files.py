@@ -1,4 +1,4 @@
-"""What `crossover report` writes: page, Markdown, CSV, JSON and a picture of the first screen."""
+"""What `crossover report` writes: page, Markdown, CSV, JSON, a picture, and pods as YAML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crossover.models.weights.weights_manifest import write_atomically
+from crossover.reports.answers.cores_needed import pods_yaml
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.errors import MissingPackage, ReportError
 from crossover.reports.render.json_and_csv import as_csv, as_json, levels_records
@@ -46,6 +47,8 @@ def write_report(
         contents["levels.csv"] = as_csv(levels_records(data))
     if "json" in formats:
         contents["report.json"] = as_json(data, answers)
+    if "yaml" in formats and (resources := pods_yaml(data)):
+        contents["pods.yaml"] = resources.encode()
     return write_folder(folder, contents)
 
 

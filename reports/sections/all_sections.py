@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import ReportData
 from crossover.reports.sections.binding_limits_section import binding_limits
+from crossover.reports.sections.cores_section import cores
 from crossover.reports.sections.crossover_map import map_picture
 from crossover.reports.sections.energy_cost import cost, energy
 from crossover.reports.sections.fallback_times import fallback_times
@@ -33,6 +34,7 @@ SECTIONS: tuple[Callable[[ReportData, Sequence[ModelAnswer]], Section | None], .
     prefill_decode,
     batch_size,
     formats,
+    cores,
     cost,
     energy,
     other_machines,

@@ -186,9 +186,9 @@ def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         grades=("measured", "predicted") if has_predicted else ("measured",),
         table=table_of(measured, *columns),
         note="Joules per output token at the highest load level. Measured: on the CPU by its own "
-        "counter (RAPL), on the GPU by its driver, without the host. Predicted: the datasheet's "
-        "power divided by the tokens/s at the GPU's capacity. The number of requests that share a "
-        "step matters more than the device.",
+        "counter (RAPL) or sensor, on the GPU by its driver, without the host. Predicted: the "
+        "datasheet's power divided by the tokens/s at the GPU's capacity. The number of requests "
+        "that share a step matters more than the device.",
     )
 
 

@@ -124,6 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: SchedulerSettings = SchedulerSettings()
     threads: Count | None = None  # None: one for each core that it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
+    memory_nodes: tuple[int, ...] = ()  # NUMA nodes for its memory; empty: where its threads run
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # niceness relative to the HTTP process
     prefix_reuse: bool = True
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import typer
 
 from crossover.models import formatting
 from crossover.models.errors import ModelError
-from crossover.models.machine_limits import whole_cores
+from crossover.models.machine_limits import ROOT, whole_cores
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_probe import BackendProbe
 from crossover.serving.backends.backend_table import (
@@ -22,11 +23,22 @@ from crossover.serving.backends.backend_table import (
     probe_backend,
     spec_of,
 )
+from crossover.serving.backends.llama_cpp.native_flags import native_flags_here
 from crossover.serving.errors import Cause
-from crossover.serving.hardware.core_speeds import CoreSpeeds, measure_core_speeds
-from crossover.serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from crossover.serving.hardware.core_speeds import (
+    CoreSpeeds,
+    measure_core_speeds,
+    spread_over_cores,
+)
+from crossover.serving.hardware.cpu_topology import (
+    best_engine_cores,
+    cores_text,
+    physical_of,
+    split_cores,
+)
 from crossover.serving.hardware.gpus import render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.hardware.numa import nodes_of, numa_nodes
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -64,32 +76,40 @@ def examine() -> Diagnosis:
         backends = tuple(pool.map(probe, names))
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    cmake_flags = native_flags_here()
     advice_by_backend: dict[str, str] = {}
     for result in backends:
-        if text := advice(result, has_compiler, has_gpu):
+        if text := advice(result, has_compiler, has_gpu, cmake_flags):
             advice_by_backend[result.backend] = text
     cache, free_bytes = _cache()
     has_working_backend = any(result.works for result in backends)
-    core_speeds = _core_speeds(facts)
-    physical_cores = len(set(physical_of(facts.allowed_cores).values()))
+    measured_cpus = cpus_to_measure(facts)
+    core_speeds = _core_speeds(facts, measured_cpus)
+    physical_cores = len(set(physical_of(measured_cpus).values()))
     warnings = dict(
         [
             *warnings_of(facts, has_working_backend, free_bytes),
             *warnings_of_cores(physical_cores, core_speeds),
-            *warnings_of_builds(facts, backends),
+            *warnings_of_builds(facts, backends, cmake_flags),
         ]
     )
     return Diagnosis(facts, backends, advice_by_backend, cache, free_bytes, warnings, core_speeds)
 
 
-def _core_speeds(facts: HardwareFacts) -> CoreSpeeds | None:
-    """Measure as many of the allowed CPUs as the quota lets run at the same time. None: they cannot
-    be measured."""
+def cpus_to_measure(facts: HardwareFacts, root: Path = ROOT) -> list[int]:
+    """Return as many CPUs as the quota lets run at the same time: on several NUMA nodes those of
+    the node that an engine would use, since an engine reads the memory of one node."""
     cpus = facts.allowed_cores
-    usable_cpus = cpus[: whole_cores(len(cpus), facts.cgroup_cores)]
+    if len(nodes_of(cpus, numa_nodes(root))) > 1:
+        cpus, _ = best_engine_cores(cpus, root)
+    return spread_over_cores(cpus, whole_cores(len(cpus), facts.cgroup_cores), root)
+
+
+def _core_speeds(facts: HardwareFacts, cpus: Sequence[int]) -> CoreSpeeds | None:
+    """Measure these CPUs together. None: they cannot be measured."""
     max_buffer_bytes = facts.usable_memory_bytes // 4
     try:
-        return measure_core_speeds(usable_cpus, max_buffer_bytes)
+        return measure_core_speeds(cpus, max_buffer_bytes)
     except (MemoryError, OSError):
         return None
 
@@ -106,22 +126,33 @@ def _cache() -> tuple[str, int | None]:
     return str(folder), shutil.disk_usage(existing_path).free
 
 
-def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
+def advice(
+    probe: BackendProbe, has_compiler: bool, has_gpu: bool, cmake_flags: str = ""
+) -> str | None:
     """Return what to do about a backend that does not work or does not use the GPU; None: nothing.
 
-    `has_gpu`: the kernel shows a GPU, with or without a known driver.
+    `has_gpu`: the kernel shows a GPU, with or without a known driver. `cmake_flags`: what a
+    compilation on this machine needs; "": nothing.
     """
     spec = spec_of(probe.backend)
+    flags = cmake_flags if spec.is_compiled else ""
     if not probe.works:
+        install = with_cmake_flags(spec.install, flags)
         if spec.is_compiled and not has_compiler:
-            return f"it is compiled: apt-get install g++ cmake, then {spec.install}"
-        is_missing = "not installed" in (probe.problem or "")
-        return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
+            return f"it is compiled: apt-get install g++ cmake, then {install}"
+        if "not installed" in (probe.problem or ""):
+            return install
+        return f"reinstall it: {with_cmake_flags(spec.reinstall, flags)}"
     lacks_gpu_build = not probe.gpu and probe.gpu_cause in (None, Cause.backend_missing)
     if not (has_gpu and lacks_gpu_build and spec.gpu_build):
         return None
     compile_again = f"; then {spec.reinstall}" if spec.is_compiled else ""
     return f"for the GPU: {spec.gpu_build}{compile_again}"
+
+
+def with_cmake_flags(command: str, cmake_flags: str) -> str:
+    """Return a command of pip that compiles llama.cpp with these flags; "": none are needed."""
+    return f'CMAKE_ARGS="{cmake_flags}" {command}' if cmake_flags else command
 
 
 def warnings_of(
@@ -141,6 +172,9 @@ def warnings_of(
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU does not report AVX2, so the engines use much slower kernels."
         yield "no_avx2", f"{text} In a virtual machine, pass the host's CPU through."
+    if facts.architecture == "aarch64" and "asimddp" not in facts.isa:
+        text = "the CPU does not report dot products of 8-bit numbers (asimddp)"
+        yield "no_dot_product", f"{text}, so the engines use much slower kernels."
     if free_bytes < LOW_MEMORY_BYTES:
         text = (
             f"only {size(free_bytes)} of memory are free on this machine or in this control group."
@@ -173,8 +207,8 @@ def warnings_of_cores(physical_cores: int, speeds: CoreSpeeds | None) -> Iterato
         )
 
 
-# Instructions that speed up llama.cpp's matrix products: Linux's name of the CPU flag -> the name
-# in llama.cpp's system_info.
+# Instructions of llama.cpp's matrix products: Linux's name of the CPU flag -> the name in
+# llama.cpp's system_info.
 LLAMA_CPP_INSTRUCTIONS = {
     "avx2": "AVX2",
     "avx_vnni": "AVX_VNNI",
@@ -188,14 +222,29 @@ LLAMA_CPP_INSTRUCTIONS = {
 }
 
 
-def unused_instructions(isa: Iterable[str], system_info: str) -> list[str]:
-    """Return the instructions of the CPU, as llama.cpp calls them, that its build does not use.
+class BuildInstructions(msgspec.Struct, frozen=True):
+    """In which instructions a build of llama.cpp and the CPU differ, as llama.cpp calls them."""
+
+    unused: list[str]  # the CPU has them and the build does not use them
+    lacking: list[str]  # the build uses them and the CPU lacks them, so an engine is killed
+
+
+def instructions_of_build(isa: Iterable[str], system_info: str) -> BuildInstructions:
+    """Compare the CPU's instructions with those of a build.
 
     `system_info`: llama.cpp's own text about its build, such as "AVX2 = 1 | FMA = 1".
     """
     used = set(re.findall(r"(\w+) = 1", system_info))
-    supported = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
-    return [name for name in supported if name not in used]
+    supported = set(isa)
+    unused: list[str] = []
+    lacking: list[str] = []
+    for flag, name in LLAMA_CPP_INSTRUCTIONS.items():
+        if flag in supported and name not in used:
+            unused.append(name)
+        if name in used and flag not in supported:
+            lacking.append(name)
+    # A kernel that reports no instructions at all says nothing about the CPU.
+    return BuildInstructions(unused, lacking if supported else [])
 
 
 def amx_text(isa: Iterable[str], system_info: str) -> str:
@@ -206,17 +255,28 @@ def amx_text(isa: Iterable[str], system_info: str) -> str:
 
 
 def warnings_of_builds(
-    facts: HardwareFacts, backends: Iterable[BackendProbe]
+    facts: HardwareFacts, backends: Iterable[BackendProbe], cmake_flags: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the warning that a build leaves instructions of this CPU unused; a pure function."""
+    """Yield the warnings that a build leaves instructions of this CPU unused, or uses some that it
+    lacks; a pure function. `cmake_flags`: what a compilation on this machine needs."""
     for probe in backends:
         system_info = probe.details.get("system_info", "")
-        unused = unused_instructions(facts.isa, system_info) if system_info else []
-        if unused:
+        if not system_info:
+            continue
+        reinstall = with_cmake_flags(spec_of(probe.backend).reinstall, cmake_flags)
+        build = instructions_of_build(facts.isa, system_info)
+        if build.unused:
             yield (
                 "slow_build",
-                f"this CPU has {', '.join(unused)}, which this build of {probe.backend} does not "
-                f"use; compile it on this machine: {spec_of(probe.backend).reinstall}",
+                f"this CPU has {', '.join(build.unused)}, which this build of {probe.backend} does "
+                f"not use; compile it on this machine: {reinstall}",
+            )
+        if build.lacking:
+            yield (
+                "foreign_build",
+                f"this build of {probe.backend} uses {', '.join(build.lacking)}, which this CPU "
+                "does not have, so an engine is killed by SIGILL; compile it on this machine: "
+                f"{reinstall}",
             )
 
 
@@ -235,7 +295,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
         version = f", {probe.version}" if probe.version else ""
         yield f"  {probe.backend:16}CPU {cpu}, GPU {gpu}{version}"
         details = [f"{key} {value}" for key, value in probe.details.items()]
-        if system_info := probe.details.get("system_info"):
+        system_info = probe.details.get("system_info")
+        if system_info and facts.architecture == "x86_64":
             details.append(f"AMX: {amx_text(facts.isa, system_info)}")
         for line in (probe.problem, probe.gpu_note, "; ".join(details)):
             if line:
@@ -247,8 +308,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"  {name:16}{text}"
 
 
-def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each line about the machine; a pure function."""
+def machine_rows(facts: HardwareFacts, root: Path = ROOT) -> Iterator[tuple[str, str]]:
+    """Yield the name and value of each line about the machine. `root`: where /sys is mounted."""
     size = formatting.size
     allowed, quota = facts.allowed_cores, facts.cgroup_cores
     quota_text = "" if quota is None else f", CPU quota {quota:g} cores"
@@ -256,7 +317,9 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "ISA extensions", " ".join(facts.isa) or "none relevant"
     yield "cores", f"{cores}; this process may use {cores_text(allowed)}{quota_text}"
-    yield "serve would use", split_cores(allowed, quota=quota).note
+    if nodes_text := numa_text(root):
+        yield "NUMA", nodes_text
+    yield "serve would use", split_cores(allowed, root=root, quota=quota).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
     for gpu in facts.gpus:
@@ -266,6 +329,20 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     if not facts.gpus:
         yield "GPU", facts.gpu_note or "none"
     yield "system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"
+
+
+def numa_text(root: Path = ROOT) -> str:
+    """Return the NUMA nodes in words: "2 nodes of 32 cores, 252 GiB each"; "": there is one."""
+    nodes = numa_nodes(root)
+    if len(nodes) < 2:
+        return ""
+    texts: list[str] = []
+    for node in nodes:
+        cores = len(set(physical_of(node.cpus, root).values()))
+        texts.append(f"{cores} cores, {formatting.size(node.total_bytes)}")
+    if len(set(texts)) == 1:
+        return f"{len(nodes)} nodes of {texts[0]} each"
+    return f"{len(nodes)} nodes: {'; '.join(texts)}"
 
 
 def speed_rows(speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:

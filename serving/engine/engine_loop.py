@@ -41,6 +41,7 @@ from crossover.serving.hardware.machine_facts import (
     peak_resident_bytes,
     resident_bytes,
 )
+from crossover.serving.hardware.numa import misplaced_memory, run_on
 from crossover.serving.sampling.grammar import Grammars, Matcher, grammar_text
 
 # Python's switch interval between threads. With the default of 5 ms, a step waited up to 50 ms for
@@ -68,8 +69,8 @@ def main() -> int:
     except OSError as problem:
         print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
     config = msgspec.json.decode(os.environ[ipc.CONFIG_VARIABLE].encode(), type=EngineConfig)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
+    if warning := run_on(config.cores, config.memory_nodes):
+        print(f"engine: {warning}", file=sys.stderr)
     if config.nice:
         lower_priority(config.nice)
     worker = Worker(config, socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE])))
@@ -127,6 +128,8 @@ class Worker:
         self.backend = backend_class(self.config.backend)(
             self.config, lambda what, fraction: self.send(ipc.Loading(fraction, what))
         )
+        if warning := misplaced_memory(self.config.memory_nodes):
+            print(f"engine: {warning}", file=sys.stderr)
         info = self.backend.info
         # The engine keeps only the bytes of each token and the end tokens of a tokenizer.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)

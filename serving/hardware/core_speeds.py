@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.models.machine_limits import ROOT, read_text
+from crossover.serving.hardware.cpu_topology import physical_of
 
 MEASURING_SECONDS = 1.0  # of all measurements together, without filling the memory
-MAX_BUFFER_BYTES, MIN_BUFFER_BYTES = 1 << 30, 128 << 20  # memory that all threads read together
+MAX_BUFFER_BYTES, MIN_BUFFER_BYTES = 4 << 30, 128 << 20  # memory that all threads read together
 BLOCK_BYTES = 4 << 20  # read by one numpy call, during which a thread does not hold the GIL
 CACHE_FLOATS = 4096  # of the computation: 16 KB, which fits in any first-level cache
 REPEATS = 1000  # passes over them in one numpy call
@@ -76,8 +77,8 @@ def measure_core_speeds(
 ) -> CoreSpeeds:
     """Return the speeds of these CPUs, which this process must be allowed to run on.
 
-    The threads together read twice as much memory as the largest cache has, but no more than
-    `memory_bytes`.
+    The threads together read twice as much memory as the last caches of these CPUs have, but no
+    more than `memory_bytes`.
     """
     cpus = list(cpus)
     counts = thread_counts(len(cpus))
@@ -85,19 +86,19 @@ def measure_core_speeds(
     # cores follow the first ones. In either case one of these halves has a CPU of each core.
     halves = [cpus[::2], cpus[: len(cpus) // 2]] if len(cpus) > 1 else []
     seconds = MEASURING_SECONDS / (2 * len(counts) + len(halves))
-    memory = np.empty(_buffer_bytes(len(cpus), memory_bytes, root) // 4, np.float32)
+    memory = np.empty(_buffer_bytes(cpus, memory_bytes, root) // 4, np.float32)
     # Pages that were never written are all the same page, which fits in a cache.
     _rate_of(cpus, [_filling(part) for part in np.array_split(memory, len(cpus))], 0.0)
     reads = {}
     for count in counts:
         works = [_reading(part) for part in np.array_split(memory, count)]
-        reads[count] = _rate_of(_spread(cpus, count), works, seconds) / 1e9
+        reads[count] = _rate_of(spread_over_cores(cpus, count, root), works, seconds) / 1e9
     del memory, works
 
     def compute(cpu_group: Sequence[int]) -> float:
         return _rate_of(cpu_group, [_computing() for _ in cpu_group], seconds)
 
-    rates = {count: compute(_spread(cpus, count)) for count in counts}
+    rates = {count: compute(spread_over_cores(cpus, count, root)) for count in counts}
     half_compute = None
     if halves:
         half_compute = max(compute(half) for half in halves) / rates[1]
@@ -109,26 +110,41 @@ def measure_core_speeds(
     )
 
 
-def _buffer_bytes(cpus: int, memory_bytes: int, root: Path) -> int:
+def _buffer_bytes(cpus: Sequence[int], memory_bytes: int, root: Path) -> int:
     """Return the size of the memory to read, at least one block for each CPU."""
-    wanted_bytes = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(root)))
-    return max(cpus * BLOCK_BYTES, min(wanted_bytes, memory_bytes))
+    wanted_bytes = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(cpus, root)))
+    return max(len(cpus) * BLOCK_BYTES, min(wanted_bytes, memory_bytes))
 
 
-def last_cache_bytes(root: Path = ROOT) -> int:
-    """Return the size of the first CPU's largest cache; 0 if the kernel does not report it."""
+def last_cache_bytes(cpus: Sequence[int], root: Path = ROOT) -> int:
+    """Return the size of all last caches of these CPUs together, of which an EPYC has one for each
+    eight cores; 0 if the kernel does not report it."""
     units = {"K": 1 << 10, "M": 1 << 20}
-    largest = 0
-    for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        size = read_text(file).strip()  # such as "48K"
-        if size[-1:] in units:
-            largest = max(largest, int(size[:-1]) * units[size[-1]])
-    return largest
+    size_by_cpus: dict[str, int] = {}  # by the list of CPUs that share a cache
+    for cpu in cpus:
+        largest = (0, "")
+        for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            size = read_text(folder / "size").strip()  # such as "48K"
+            if size[-1:] in units:
+                cache_bytes = int(size[:-1]) * units[size[-1]]
+                shared_by = read_text(folder / "shared_cpu_list").strip()
+                largest = max(largest, (cache_bytes, shared_by))
+        size_by_cpus[largest[1]] = largest[0]
+    return sum(size_by_cpus.values())
 
 
-def _spread(cpus: Sequence[int], count: int) -> Sequence[int]:
-    """Return `count` of the CPUs, far from each other, because neighbors may be hyperthreads."""
-    return cpus[:: len(cpus) // count][:count]
+def spread_over_cores(cpus: Sequence[int], count: int, root: Path = ROOT) -> list[int]:
+    """Return `count` of the CPUs, far from each other: one CPU of each physical core, and further
+    hyperthreads only if there are not enough cores."""
+    physical = physical_of(cpus, root)
+    first_cpus: dict[int, int] = {}
+    for cpu in cpus:
+        first_cpus.setdefault(physical[cpu], cpu)
+    cores = [*first_cpus.values()]
+    if count <= len(cores):
+        return cores[:: len(cores) // count][:count]
+    siblings = [cpu for cpu in cpus if cpu not in cores]
+    return (cores + siblings)[:count]
 
 
 def _filling(part: npt.NDArray[np.float32]) -> Work:

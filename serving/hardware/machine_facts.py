@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from crossover.models.cpu_names import cpu_name, vendor_and_product
 from crossover.models.machine_limits import (
     ROOT,
     cgroup_cores,
     cgroup_memory_left,
     cpu_flags,
-    cpu_name,
     read_text,
     sizes,
 )
@@ -126,10 +127,6 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
         system = platform.freedesktop_os_release()["PRETTY_NAME"]
     core_folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
     cores = [int(folder.name.removeprefix("cpu")) for folder in core_folders]
-    virtualisation = None
-    if "hypervisor" in flags:
-        vendor = read_text(root / "sys/class/dmi/id/sys_vendor").strip()
-        virtualisation = f"virtual machine ({vendor})" if vendor else "virtual machine"
     return HardwareFacts(
         cpu_model=cpu_name(root) or platform.processor() or platform.machine(),
         architecture=platform.machine(),
@@ -148,9 +145,35 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
         system=system,
         kernel=platform.release(),
         python=platform.python_version(),
-        virtualisation=virtualisation,
+        virtualisation=_virtualisation(flags, root),
         hostname=platform.node(),
     )
+
+
+# Vendors in the firmware of virtual machines. Only x86 has a CPU flag for them.
+VIRTUAL_VENDORS = (
+    "Amazon EC2",
+    "Apple Inc.",
+    "Google",
+    "KVM",
+    "Microsoft Corporation",
+    "OpenStack",
+    "QEMU",
+)
+
+
+def _virtualisation(flags: Collection[str], root: Path) -> str | None:
+    """Return "virtual machine", with its vendor if the firmware names one; None: it is none."""
+    vendor, product = vendor_and_product(root)
+    is_virtual_vendor = vendor.startswith(VIRTUAL_VENDORS) and not product.endswith(".metal")
+    has_hypervisor_node = (root / "proc/device-tree/hypervisor").is_dir()
+    is_x86 = "fpu" in flags
+    is_virtual = "hypervisor" in flags or (
+        not is_x86 and (is_virtual_vendor or has_hypervisor_node)
+    )
+    if not is_virtual:
+        return None
+    return f"virtual machine ({vendor})" if vendor else "virtual machine"
 
 
 def allowed_cores() -> tuple[int, ...]:

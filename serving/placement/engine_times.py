@@ -29,6 +29,7 @@ from crossover.serving.backends.backend_table import backend_class, library_vers
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.hardware.numa import run_on
 from crossover.serving.sampling.step_inputs import Row
 
 PART_SECONDS = 0.5  # time spent measuring each kind of step
@@ -201,8 +202,7 @@ def main() -> None:
     """Run in the child process: measure on the engine's cores and print one line of JSON."""
     end_with_parent()
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
+    run_on(config.cores, config.memory_nodes)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)
     used_before, lost_before = _cpu_seconds()
     times = measure(backend)

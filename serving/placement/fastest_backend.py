@@ -72,7 +72,7 @@ from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workloa
 BEST = "best"  # in a campaign file: the backend that this module chooses
 # CPUs with one of these flags multiply bf16, which is torch's default format. On them torch is a
 # candidate too.
-BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 REFERENCE = ("torch", format_of("torch", None))  # (backend, weight format)
 MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many threads on, half of them are measured too
 # The weights of a model with more than MAX_MEASURED_PARAMETERS would take too long to prepare, so
@@ -140,6 +140,7 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     request: PlacementRequest
     threads: int
     cores: tuple[int, ...]  # logical CPUs that the engine may use; (): all
+    memory_nodes: tuple[int, ...] = ()  # NUMA nodes for its memory; (): where its threads run
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
     cache: str | None = None  # the cache folder; None: the default one
@@ -347,6 +348,7 @@ def known_times(
         settings=question.settings,
         threads=engine.threads or question.threads,
         cores=question.cores,
+        memory_nodes=question.memory_nodes,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.spec)

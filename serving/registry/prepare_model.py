@@ -99,6 +99,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             prefix_reuse=self.model.prefix_reuse,
             threads=self.split.threads,
             cores=self.split.engine,
+            memory_nodes=self.split.memory_nodes if attempt.device == "cpu" else (),
             # A GPU waits while its host process does not run, so that one keeps its priority.
             nice=self.split.nice if attempt.device == "cpu" else 0,
             options=self.options[attempt.backend],
@@ -141,15 +142,23 @@ class Machine:
                 gpus.append(GpuFacts(probe.gpu_note or "a GPU", probe.gpu_vendor))
         return msgspec.structs.replace(facts, gpus=tuple(gpus))
 
-    def split(self, cores: str, threads: int | None) -> CoreSplit:
+    def split(
+        self, cores: str, threads: int | None, placement: Placement | None = None
+    ) -> CoreSplit:
         """Return the cores of an engine with these options and of the HTTP process. Raises
-        ServingError."""
+        ServingError.
+
+        `placement`: whose engines on the CPU must find memory; None: not known yet.
+        """
+        attempts = placement.attempts if placement is not None else ()
+        cpu_bytes = [attempt.need_bytes for attempt in attempts if attempt.device == "cpu"]
         return split_cores(
             self._allowed_cores,
             parse_cores(cores, "--cores"),
             parse_cores(self._api_cores, "--api-cores"),
             threads,
             quota=cgroup_cores(),
+            memory_bytes=max(cpu_bytes, default=0),
         )
 
     def obstacles(self, wanted: Wanted, facts: HardwareFacts) -> Obstacles:
@@ -216,8 +225,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     """
     facts = facts or machine.facts()
     request = find_model(model, machine, facts)
-    split = machine.split(model.cores, model.threads)
     placement = machine.place(request, facts)
+    split = machine.split(model.cores, model.threads, placement)
     placed_request = with_context(request, placement.settings.context_tokens)
     question = engine_question(model, placed_request, split, machine)
     if question is not None and placement.device == "gpu":
@@ -229,8 +238,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         request = with_engine(request, choice.backend, choice.weight_format)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
-        if choice.threads is not None:
-            split = machine.split(model.cores, choice.threads)
+        split = machine.split(model.cores, choice.threads or model.threads, placement)
     backends = [attempt.backend for attempt in placement.attempts]
     options = options_by_backend(model.options, backends)  # checked before weights are made
     files, placement = files_of_engines(request.model, placement, machine)
@@ -383,6 +391,7 @@ def engine_question(
         request=request,
         threads=split.threads,
         cores=split.engine,
+        memory_nodes=split.memory_nodes,
         are_threads_open=model.threads is None,
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.models.machine_limits import cpu_name
+from crossover.models.cpu_names import cpu_name
 from crossover.models.weights.weights_manifest import Progress
 from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
 from crossover.serving.backends.llama_cpp.batching import (

@@ -1,4 +1,4 @@
-"""What is sampled beside the load, and by whom: kernel counters, NVML, RAPL."""
+"""What is sampled beside the load, and by whom: kernel counters, NVML, RAPL, hwmon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.host.resource_sampler import Gpu, Rapl, Sampler
+from crossover.loadtests.host.resource_sampler import CpuPower, Gpu, Sampler
 from crossover.loadtests.records.resource_sample import ResourceSample
 from tests.tools.waiting import wait_for
 
@@ -95,21 +95,63 @@ def test_a_driver_that_does_not_start_gives_no_readings() -> None:
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/class/powercap"
     for name, what in (("intel-rapl:0", "package-0"), ("intel-rapl:1", "psys")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "name").write_text(what)
-        (tmp_path / name / "energy_uj").write_text("900000")
-    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: must not be counted twice
-    counter = tmp_path / "intel-rapl:0" / "energy_uj"
+        (folder / name).mkdir(parents=True)
+        (folder / name / "name").write_text(what)
+        (folder / name / "energy_uj").write_text("900000")
+    (folder / "intel-rapl:0:0").mkdir()  # a part of the package: must not be counted twice
+    counter = folder / "intel-rapl:0" / "energy_uj"
     now = iter((100.0, 100.1, 100.2, 100.3))
-    rapl = Rapl(tmp_path, clock=lambda: next(now))
-    assert rapl.read() is None
+    power = CpuPower(tmp_path, clock=lambda: next(now))
+    assert power.read() is None
     counter.write_text("1100000")  # 0.2 J
-    assert rapl.read() == pytest.approx(2.0, rel=0.01)
+    assert power.read() == pytest.approx(2.0, rel=0.01)
     counter.write_text("20000")
-    assert rapl.read() is None, "it was set back, or wrapped around"
+    assert power.read() is None, "it was set back, or wrapped around"
     counter.write_text("70000")
-    assert rapl.read() == pytest.approx(0.5, rel=0.01)
+    assert power.read() == pytest.approx(0.5, rel=0.01)
     counter.write_text("nonsense")
-    assert rapl.read() is None
-    assert Rapl(tmp_path / "nothing").read() is None
+    assert power.read() is None
+    assert CpuPower(tmp_path / "nothing").read() is None
+
+
+@pytest.mark.parametrize(
+    ("sensors", "watts"),
+    [
+        (  # Grace: a folder for each power meter of ACPI
+            {
+                "hwmon0/power1_average": "120000000",
+                "hwmon0/device/power1_oem_info": "Grace Power Socket 0",
+                "hwmon1/power1_average": "80000000",
+                "hwmon1/device/power1_oem_info": "CPU Power Socket 0",
+                "hwmon2/power1_average": "85000000",
+                "hwmon2/device/power1_oem_info": "CPU Power Socket 1",
+                "hwmon3/power1_average": "30000000",
+                "hwmon3/device/power1_oem_info": "SysIO Power Socket 0",
+            },
+            165.0,
+        ),
+        (  # Altra
+            {
+                "hwmon0/power1_input": "90000000",
+                "hwmon0/power1_label": "power1 CORE VRD",
+                "hwmon0/power2_input": "20000000",
+                "hwmon0/power2_label": "power2 SoC",
+                "hwmon0/power3_input": "7000000",
+                "hwmon0/power3_label": "power3 DIMM VRD1",
+            },
+            110.0,
+        ),
+        ({"hwmon0/power1_input": "5000000", "hwmon0/power1_label": "USB-C"}, None),
+        ({"hwmon0/power1_input": "5000000"}, None),  # of an unknown part
+    ],
+)
+def test_watts_of_servers_without_counters_come_from_their_sensors(
+    tmp_path: Path, sensors: dict[str, str], watts: float | None
+) -> None:
+    for name, text in sensors.items():
+        file = tmp_path / "sys/class/hwmon" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert CpuPower(tmp_path).read() == watts

@@ -13,9 +13,9 @@ from crossover.serving.cli.doctor_command import (
     Diagnosis,
     advice,
     amx_text,
+    instructions_of_build,
     page,
     speed_rows,
-    unused_instructions,
     warnings_of,
     warnings_of_builds,
     warnings_of_cores,
@@ -35,6 +35,8 @@ WORKS = BackendProbe("llama_cpp", True, "1.0", details={"system_info": "AVX2 = 1
         ({"cgroup_cores": 2.5}, ["cpu_quota"]),
         ({"memory_available_bytes": GIB}, ["little_memory"]),
         ({"isa": ("sse4_2",)}, ["no_avx2"]),
+        ({"architecture": "aarch64", "isa": ("asimd",)}, ["no_dot_product"]),
+        ({"architecture": "aarch64", "isa": ("asimd", "asimddp")}, []),
     ],
 )
 def test_each_warning_about_the_machine_has_its_name(
@@ -50,6 +52,8 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     advised = advice(missing, has_compiler=False, has_gpu=False) or ""
     assert "apt-get install g++" in advised and "[llama-cpp]" in advised
     assert advice(missing, True, False) == "pip install 'llm-crossover[llama-cpp]'"
+    flagged = advice(missing, True, False, "-DFLAG=1")
+    assert flagged == "CMAKE_ARGS=\"-DFLAG=1\" pip install 'llm-crossover[llama-cpp]'"
     broken = BackendProbe("llama_cpp", False, problem="ended by SIGILL")
     assert advice(broken, True, False) == (
         "reinstall it: pip install --force-reinstall --no-cache-dir --no-deps "
@@ -119,16 +123,42 @@ def test_cpus_that_are_cores_need_no_warning() -> None:
         (("avx2", "amx_int8"), "AVX2 = 1 | AMX_INT8 = 1 | REPACK = 1", [], "active"),
         (("avx2", "amx_int8"), "AVX2 = 1 | REPACK = 1", ["AMX_INT8"], "not in this build"),
         (("avx2",), "AVX2 = 1", [], "not on this CPU"),
-        (("avx2", "avx512_vnni"), "AVX2 = 1 | AVX512 = 1", ["AVX512_VNNI"], "not on this CPU"),
+        (("avx2", "avx512_vnni"), "AVX2 = 1 | FMA = 1", ["AVX512_VNNI"], "not on this CPU"),
     ],
 )
 def test_doctor_lists_the_instructions_that_llama_cpp_leaves_unused(
     isa: tuple[str, ...], system_info: str, unused: list[str], amx: str
 ) -> None:
-    assert unused_instructions(isa, system_info) == unused
+    assert instructions_of_build(isa, system_info).unused == unused
     assert amx_text(isa, system_info) == amx
     facts = machine(isa=isa)
     probe = msgspec.structs.replace(WORKS, details={"system_info": system_info})
     warned = dict(warnings_of_builds(facts, (probe,)))
     assert list(warned) == (["slow_build"] if unused else [])
     assert f"AMX: {amx}" in "\n".join(page(Diagnosis(facts, (probe,), {}, "/cache", None, warned)))
+
+
+@pytest.mark.parametrize(
+    ("isa", "system_info", "lacking"),
+    [
+        (("asimd",), "NEON = 1 | DOTPROD = 1", ["DOTPROD"]),
+        (("avx2",), "AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1", ["AVX512", "AVX512_VNNI"]),
+        (("avx2",), "AVX2 = 1", []),
+        ((), "AVX2 = 1", []),  # the kernel does not report instructions
+    ],
+)
+def test_doctor_warns_of_a_build_with_instructions_that_the_cpu_lacks(
+    isa: tuple[str, ...], system_info: str, lacking: list[str]
+) -> None:
+    probe = msgspec.structs.replace(WORKS, details={"system_info": system_info})
+    warned = dict(warnings_of_builds(machine(isa=isa), (probe,), "-DFLAG=1"))
+    assert ("foreign_build" in warned) == bool(lacking)
+    if lacking:
+        assert f"uses {', '.join(lacking)}, which this CPU does not have" in warned["foreign_build"]
+        assert 'CMAKE_ARGS="-DFLAG=1" pip install' in warned["foreign_build"]
+
+
+def test_arm_is_not_asked_for_amx() -> None:
+    facts = machine(architecture="aarch64", isa=("asimd", "asimddp"))
+    shown = "\n".join(page(Diagnosis(facts, (WORKS,), {}, "/cache", None, {})))
+    assert "system_info" in shown and "AMX" not in shown

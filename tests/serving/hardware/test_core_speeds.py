@@ -59,5 +59,5 @@ def test_the_largest_cache_is_read_from_the_kernel(tmp_path: Path) -> None:
         file = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}/size"
         file.parent.mkdir(parents=True)
         file.write_text(f"{size}\n")
-    assert last_cache_bytes(tmp_path) == 32 << 20
-    assert last_cache_bytes(tmp_path / "nothing") == 0
+    assert last_cache_bytes([0], tmp_path) == 32 << 20
+    assert last_cache_bytes([0], tmp_path / "nothing") == 0

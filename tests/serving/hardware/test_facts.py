@@ -26,6 +26,7 @@ from crossover.serving.hardware.machine_facts import (
     resident_bytes,
 )
 
+CPUINFO_FILES = Path(__file__).parents[2] / "models/cpuinfo"
 CPUINFO = """model name\t: Imaginary 9000
 flags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni hypervisor
 """
@@ -208,3 +209,44 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
     pids = [one.pid for one in found]
     lowered, other = (after[pid].cpu_seconds - before[pid].cpu_seconds for pid in pids)
     assert lines == [b"\n", b"\n"] and 0 <= lowered < 0.25 * other
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"sys_vendor": "Amazon EC2", "product_name": "m7g.xlarge"},
+            "virtual machine (Amazon EC2)",
+        ),
+        ({"sys_vendor": "Amazon EC2", "product_name": "m7g.metal"}, None),
+        ({"sys_vendor": "QEMU", "product_name": "KVM Virtual Machine"}, "virtual machine (QEMU)"),
+        ({"sys_vendor": "GIGABYTE", "product_name": "R272-P30"}, None),
+        ({}, None),
+    ],
+)
+def test_a_virtual_machine_on_arm_is_recognized_by_its_firmware(
+    tmp_path: Path, files: dict[str, str], expected: str | None
+) -> None:
+    write(tmp_path, {"proc/cpuinfo": (CPUINFO_FILES / "graviton3").read_text()})
+    write(tmp_path, {f"sys/class/dmi/id/{name}": f"{text}\n" for name, text in files.items()})
+    assert hardware_facts(root=tmp_path).virtualisation == expected
+
+
+def test_the_device_tree_names_a_hypervisor(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cpuinfo": (CPUINFO_FILES / "apple_vm").read_text()})
+    (tmp_path / "proc/device-tree/hypervisor").mkdir(parents=True)
+    assert hardware_facts(root=tmp_path).virtualisation == "virtual machine"
+
+
+def test_x86_says_itself_whether_it_is_virtual(tmp_path: Path) -> None:
+    """A provider's own server has the same vendor as its virtual machines."""
+    write(tmp_path, {"proc/cpuinfo": CPUINFO.replace(" hypervisor", "")})
+    write(tmp_path, {"sys/class/dmi/id/sys_vendor": "Google\n"})
+    assert hardware_facts(root=tmp_path).virtualisation is None
+
+
+def test_instructions_of_arm_are_read(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cpuinfo": (CPUINFO_FILES / "grace").read_text()})
+    facts = hardware_facts(root=tmp_path)
+    assert facts.isa == ("asimd", "asimddp", "asimdhp", "i8mm", "bf16", "sve", "sve2")
+    assert facts.cpu_model == "Neoverse-V2"

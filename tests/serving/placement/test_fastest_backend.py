@@ -122,7 +122,7 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
 
 @pytest.mark.parametrize(
     ("flag", "expected"),
-    [("amx_bf16", "torch"), ("avx512_bf16", "torch"), ("avx512_vnni", "onnx")],
+    [("amx_bf16", "torch"), ("avx512_bf16", "torch"), ("bf16", "torch"), ("avx512_vnni", "onnx")],
 )
 def test_torch_is_looked_at_where_the_cpu_multiplies_bf16(
     cache: Path, flag: str, expected: str, monkeypatch: pytest.MonkeyPatch
