@@ -12,8 +12,10 @@ step_tokens is max_num_batched_tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from crossover.serving.option_help import Count, Positive
 
@@ -32,6 +34,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 512  # maximum tokens of a step
     # Of a step with prompts while other requests decode; None: no target.
     step_seconds_target: Positive | None = 0.3
+    # Of the prompt cache: tokens of sequences that lost their slots, as the engine reports them.
+    stored_tokens: Annotated[int, Meta(ge=0)] = 0
 
     @property
     def pool_tokens(self) -> int:
