@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from crossover.serving.option_help import Count, Positive
+from crossover.serving.option_help import Count, Positive, Seconds
 
 AUTO = "auto"  # the KV cache has the type that the backend holds by itself
 MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more
@@ -36,6 +36,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds_target: Positive | None = 0.3
     # Of the prompt cache: tokens of sequences that lost their slots, as the engine reports them.
     stored_tokens: Annotated[int, Meta(ge=0)] = 0
+    # To copy the KV of a token to or from the prompt cache, as measured when it is made.
+    copy_token_seconds: Seconds = 0.0
 
     @property
     def pool_tokens(self) -> int:

@@ -30,6 +30,7 @@ from crossover.serving.errors import EngineFailed, KvFull
 from crossover.serving.sampling.step_inputs import Tokens
 
 BLOCK_BYTES = 1 << 16
+_MEASURED_BLOCKS = 256  # 16 MiB, which takes milliseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,7 @@ class PromptCache:
         self._staging = _touched(staging_blocks)
         self._blocks = _touched(blocks)
         self._free = list(range(blocks))
+        self.copy_token_seconds = self._measure_copy_seconds() * context_bytes / context_tokens
         self._index = StoredSequences[StoredSequence](blocks)
         self._stats = PromptCacheStats(max_bytes=(staging_blocks + blocks) * BLOCK_BYTES)
 
@@ -148,6 +150,19 @@ class PromptCache:
         staging = self._staging.reshape(-1)
         size_bytes = self._backend.export(source, staging)
         self._backend.load(slot, staging[:size_bytes], tokens)
+
+    def _measure_copy_seconds(self) -> float:
+        """Return the seconds to copy a byte of KV to or from the cache: between a slot and the
+        staging buffer, and between that and the blocks, both as fast as the second is."""
+        blocks = min(len(self._staging), len(self._blocks), _MEASURED_BLOCKS)
+        if not blocks:
+            return 0.0
+        seconds = []
+        for _ in range(2):  # the first copy may still wait for caches
+            started = time.perf_counter()
+            self._blocks[np.arange(blocks)] = self._staging[:blocks]
+            seconds.append(time.perf_counter() - started)
+        return 2 * min(seconds) / (blocks * BLOCK_BYTES)
 
     def _remove(self, sequence: StoredSequence) -> None:
         self._index.remove(sequence)

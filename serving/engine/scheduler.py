@@ -79,8 +79,13 @@ class Scheduler:
         self._eos = frozenset(token for token in eos_ids if 0 <= token < self._vocabulary)
         self._slots = SlotAllocator(backend, config.prefix_reuse, config.prompt_cache_bytes)
         self._prompt_cache = self._slots.prompt_cache
-        stored_tokens = 0 if self._prompt_cache is None else self._prompt_cache.stored_tokens
-        self.settings = msgspec.structs.replace(backend.info.settings, stored_tokens=stored_tokens)
+        self.settings = backend.info.settings
+        if self._prompt_cache is not None:
+            self.settings = msgspec.structs.replace(
+                self.settings,
+                stored_tokens=self._prompt_cache.stored_tokens,
+                copy_token_seconds=self._prompt_cache.copy_token_seconds,
+            )
         self._step_clock = StepClock()
         self._launch = getattr(backend, "launch", None)
         self._by_id: dict[int, Sequence] = {}
