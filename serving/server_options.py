@@ -61,7 +61,7 @@ class EngineOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown
         """The size of the prompt cache; 0: there is none. Raises ServingError."""
         if self.prompt_cache is None:
             return 0
-        return parse_bytes(self.prompt_cache, "prompt_cache")
+        return parse_bytes(self.prompt_cache, "--prompt-cache")
 
 
 class SharedOptions(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -108,7 +108,7 @@ class FakeBackend:
 
         devices = {"cpu": Overhead(60 * MIB), "gpu": Overhead(60 * MIB)}
         cls = "tests.fake_backend:FakeBackend"
-        return BackendSpec(cls=cls, weights="none", overhead=devices)
+        return BackendSpec(cls=cls, weights="none", overhead=devices, has_export=True)
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
         self._options = options = parse_options(FakeOptions, config.options, "fake")
