@@ -81,6 +81,16 @@ def _slots(supervisor: Supervisor) -> int | None:
     return None if supervisor.ready is None else supervisor.ready.info.settings.slots
 
 
+def _of_prompt_cache(name: str) -> Callable[[Supervisor], float | None]:
+    """Return what reads a field of the engine's PromptCacheStats; None: it has no prompt cache."""
+
+    def value(supervisor: Supervisor) -> float | None:
+        cache = _stats(supervisor).prompt_cache
+        return None if cache is None else getattr(cache, name)
+
+    return value
+
+
 class Scraped(NamedTuple):
     """A family that is read from a model's supervisor at each scrape. `value`: None is omitted."""
 
@@ -98,6 +108,18 @@ SCRAPED_COUNTERS: dict[str, Scraped] = {
     "num_preemptions": Scraped(
         "Sequences sent back to the queue", lambda it: _stats(it).preemptions
     ),
+    "prompt_cache_stored_tokens": Scraped(
+        "Tokens whose KV was stored beyond the slots", _of_prompt_cache("stored_tokens")
+    ),
+    "prompt_cache_restored_tokens": Scraped(
+        "Tokens whose stored KV was copied into a slot", _of_prompt_cache("restored_tokens")
+    ),
+    "prompt_cache_dropped_tokens": Scraped(
+        "Tokens whose stored KV was dropped to make room", _of_prompt_cache("dropped_tokens")
+    ),
+    "prompt_cache_copy_seconds": Scraped(
+        "Time spent on storing and restoring", _of_prompt_cache("copy_seconds")
+    ),
 }
 SCRAPED_GAUGES: dict[str, Scraped] = {
     "num_requests_running": Scraped(
@@ -106,6 +128,12 @@ SCRAPED_GAUGES: dict[str, Scraped] = {
     "num_requests_waiting": Scraped("Sequences waiting for a slot", lambda it: _stats(it).waiting),
     "kv_cache_usage_perc": Scraped("Share of the KV cache in use, 0 to 1", _kv_share),
     "engine_slots": Scraped("Sequences at once", _slots),
+    "prompt_cache_used_bytes": Scraped(
+        "Memory of the stored KV beyond the slots", _of_prompt_cache("used_bytes")
+    ),
+    "prompt_cache_sequences": Scraped(
+        "Sequences whose KV is stored beyond the slots", _of_prompt_cache("sequences")
+    ),
 }
 
 

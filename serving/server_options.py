@@ -33,6 +33,7 @@ from crossover.serving.option_help import (
     Positive,
     Seconds,
     flags_of,
+    parse_bytes,
 )
 from crossover.serving.toml_files import read_toml
 
@@ -50,9 +51,17 @@ class EngineOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown
 
     threads: Count | None = None
     prefix_reuse: bool = True
+    prompt_cache: str | None = None
     options: dict[str, Any] = {}
     check_memory: bool = True
     standby: Literal["cold", "warm"] = "cold"
+
+    @property
+    def prompt_cache_bytes(self) -> int:
+        """The size of the prompt cache; 0: there is none. Raises ServingError."""
+        if self.prompt_cache is None:
+            return 0
+        return parse_bytes(self.prompt_cache, "--prompt-cache")
 
 
 class SharedOptions(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -86,6 +86,7 @@ class FakeOptions(msgspec.Struct, frozen=True):
     fail_cause: str | None = None
     fail_token: int | None = None  # a running failure strikes only where a row holds it
     fail_after_steps: int = 0  # when a running failure strikes
+    token_bytes: int = 8  # that it exports of each token
     rewinds: bool = True  # False: as with a recurrent state, a slot goes back only to a checkpoint
     fail_once_file: str | None = None  # fail only if this file does not exist, and make it
 
@@ -109,7 +110,7 @@ class FakeBackend:
 
         devices = {"cpu": Overhead(60 * MIB), "gpu": Overhead(60 * MIB)}
         path = f"{cls.__module__}:{cls.__name__}"
-        return BackendSpec(cls=path, weights="none", overhead=devices)
+        return BackendSpec(cls=path, weights="none", overhead=devices, has_export=True)
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
         self._options = options = parse_options(self.options_type, config.options, "fake")
@@ -135,6 +136,7 @@ class FakeBackend:
             rewinds=options.rewinds,
             why_not_rewinds="" if options.rewinds else "the fake backend was told so",
             has_checkpoints=not options.rewinds,
+            has_export=options.rewinds,
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -192,6 +194,20 @@ class FakeBackend:
     def restore(self, slot: int, saved: SavedHash, source: int) -> None:
         assert self._kv[source][saved.tokens] == saved.state, "the source began otherwise"
         self._kv[slot] = self._kv[source][: saved.tokens + 1]
+
+    def state_bytes(self, tokens: int) -> int:
+        return tokens * self._options.token_bytes
+
+    def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
+        states = np.array(self._kv[slot][1:], np.uint64)
+        size_bytes = self.state_bytes(len(states))
+        rows = buffer[:size_bytes].reshape(len(states), self._options.token_bytes)
+        rows[:, :8] = states.view(np.uint8).reshape(-1, 8)
+        return size_bytes
+
+    def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
+        rows = data.reshape(-1, self._options.token_bytes)[:tokens, :8]
+        self._kv[slot] = [0, *np.ascontiguousarray(rows).view(np.uint64).ravel().tolist()]
 
     def _check_rewind(self, slot: int, tokens: int) -> None:
         if tokens and not self.info.rewinds and tokens < len(self._kv[slot]) - 1:

@@ -104,6 +104,7 @@ def _placement_request(
         wanted=wanted,
         settings=campaign.server.settings_on(device),
         weight_bytes=model.weight_bytes,
+        prompt_cache_bytes=campaign.server.prompt_cache_bytes,
         check_memory=campaign.server.check_memory,
     )
 

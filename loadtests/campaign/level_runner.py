@@ -41,7 +41,7 @@ from crossover.loadtests.records.journal_events import EngineTime, LevelFinished
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample
 from crossover.models import formatting
-from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.slo import Slo
 
 MAX_DRAIN_SECONDS = 300.0  # to wait for answers after the last scheduled time
@@ -84,7 +84,7 @@ class ServerBench:
             self.slots, self.kv_tokens = ready.info.slots, ready.info.kv_tokens
             is_crossover = facts.backend is not None
             if ready.info.slots and (is_crossover or server.is_crossover):
-                self.policy = ready.info.filled(DEFAULT_SETTINGS[ready.info.device or "cpu"])
+                self.policy = ready.info.reported_settings
             api_key = os.environ.get(server.target.api_key_env or "")
             self._clock = EngineClock(server.target.url, api_key) if is_crossover else None
             cores = server.layout.client if server.layout is not None else ()

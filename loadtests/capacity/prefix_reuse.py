@@ -36,14 +36,21 @@ def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
     requests = draw(workload, QUICK_REQUESTS, 1)
     prefix_tokens = sum(request.prefix_tokens for request in requests)
     shared_share = prefix_tokens / sum(request.prompt_tokens for request in requests)
+    share = cached_share(levels)
+    if not prefix_tokens or share is None:
+        return 0.0
+    return min(1.0, share / shared_share)
+
+
+def cached_share(levels: Sequence[Level]) -> float | None:
+    """Return the share of all prompt tokens that the server found in its cache; None: it does not
+    report it."""
     cached_tokens = prompt_tokens = 0.0
     for level in levels:
         has_counts = ~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens)
         cached_tokens += float(level.cached_tokens[has_counts].sum())
         prompt_tokens += float(level.prompt_tokens[has_counts].sum())
-    if not prefix_tokens or not prompt_tokens:
-        return 0.0
-    return min(1.0, cached_tokens / prompt_tokens / shared_share)
+    return cached_tokens / prompt_tokens if prompt_tokens else None
 
 
 def measured_template_tokens(workload: Workload, levels: Sequence[Level]) -> int:

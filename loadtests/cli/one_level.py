@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from crossover.loadtests.campaign.progress import Progress, console_of
+from crossover.loadtests.capacity.prefix_reuse import cached_share
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.level_warnings import level_warnings
 from crossover.loadtests.levels.percentiles import PERCENTILES, distribution
@@ -84,6 +85,8 @@ def show_level(level: Level, slo: Slo, workload: Workload) -> None:
     if (tokens := level.output_tokens_per_second) is not None:
         in_flight = level.mean_in_flight(*level.window)
         console.print(f"{tokens:.1f} output tokens/s; {in_flight:.1f} requests in flight")
+    if workload.has_sessions and (found := cached_share([level])) is not None:
+        console.print(f"{found:.1%} of the prompt tokens found in the server's cache")
     share = "none" if judged.share is None else f"{judged.share:.1%}"
     console.print(
         f"SLO {slo.name}: {share} SLO attainment ({judged.low:.1%}-{judged.high:.1%}): "

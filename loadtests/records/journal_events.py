@@ -19,7 +19,11 @@ import msgspec
 
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.capacity.scheduler_settings import (
+    DEFAULT_SETTINGS,
+    RequestedSettings,
+    SchedulerSettings,
+)
 from crossover.serving.capacity.simulated_capacity import ServerModel
 
 FORMAT_VERSION = 7  # incremented when the meaning of what is written changes
@@ -140,6 +144,18 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     prefix_reuse: str | None = None  # what the engine reuses, as a phrase
     predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
     command: str | None = None  # of another project's engine
+    stored_tokens: int | None = None  # of its prompt cache
+    copy_token_seconds: float | None = None  # of a token to or from it
+
+    @property
+    def reported_settings(self) -> SchedulerSettings:
+        """Return the scheduler settings of a Crossover server, with its device's defaults for what
+        it does not report."""
+        return msgspec.structs.replace(
+            self.filled(DEFAULT_SETTINGS[self.device or "cpu"]),
+            stored_tokens=self.stored_tokens or 0,
+            copy_token_seconds=self.copy_token_seconds or 0.0,
+        )
 
 
 def _kind(name: str) -> str:

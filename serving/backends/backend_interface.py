@@ -24,6 +24,11 @@ A backend may also have:
   tokens (`info.rewinds` is False). `save` copies the part of the slot that cannot be truncated.
   `restore` makes `slot` hold exactly the tokens that it held at the `save`. The rest of their KV is
   still in the slot `source`, which may be the same.
+- `state_bytes`, `export` and `load` (`info.has_export`, see Exporting), if it can truncate slots.
+  They let the engine keep the KV of a slot elsewhere, in its prompt cache.
+- `defers_copies`, True if `copy` copies only in the next step. Until then, its source must not be
+  loaded and its target not be exported, so that an engine with a prompt cache copies by `export`
+  and `load` instead.
 - `last_decode_seconds`, the part of the last step that its decode rows took. None if it is unknown
   because they shared a pass with prompts.
 """
@@ -34,6 +39,8 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from crossover.models.formatting import size
 from crossover.serving.capacity.scheduler_settings import AUTO, SchedulerSettings
@@ -80,6 +87,7 @@ class BackendInfo(msgspec.Struct, frozen=True):
     rewinds: bool = True
     why_not_rewinds: str = ""  # the reason if it cannot, else ""
     has_checkpoints: bool = False  # it has `save` and `restore`
+    has_export: bool = False  # it has `state_bytes`, `export` and `load`
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
@@ -92,10 +100,12 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0  # recurrent states of all slots, and checkpoints of those that need them
     buffer_bytes: int = 0  # of a step's computation and logits, mostly of a long context's
     overhead_bytes: int = 0  # libraries, vocabulary, copies of weights
+    prompt_cache_bytes: int = 0  # for the KV of sequences that lost their slots
 
     @property
     def total_bytes(self) -> int:
         cache = self.kv_bytes + self.state_bytes
+        cache += self.prompt_cache_bytes
         return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
 
     @property
@@ -107,6 +117,8 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
         if self.buffer_bytes:
             parts.append(f"buffers {size(self.buffer_bytes)}")
         parts.append(f"overhead {size(self.overhead_bytes)}")
+        if self.prompt_cache_bytes:
+            parts.append(f"prompt cache {size(self.prompt_cache_bytes)}")
         return " + ".join(parts)
 
 
@@ -127,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_nodes: tuple[int, ...] = ()  # NUMA nodes for its memory; empty: where its threads run
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # niceness relative to the HTTP process
     prefix_reuse: bool = True
+    # In memory, for the KV of sequences that lost their slots; 0: there is no prompt cache.
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
 
@@ -171,6 +185,28 @@ class Saved(Protocol):
     """A copy of the part of a slot that cannot be truncated: a recurrent state or a window."""
 
     tokens: int  # how many the slot held
+
+
+class Exporting(Protocol):
+    """A backend with `info.has_export`."""
+
+    info: BackendInfo
+
+    def state_bytes(self, tokens: int) -> int:
+        """Return the maximum bytes that `export` writes of a slot with so many tokens."""
+        ...
+
+    def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
+        """Write what a slot holds to the beginning of `buffer`; return how many bytes that are.
+        Raises EngineFailed."""
+        ...
+
+    def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
+        """Make a slot hold the first `tokens` tokens of exported bytes. Raises EngineFailed or
+        KvFull, after which the slot is to be truncated to 0."""
+        ...
+
+    def truncate(self, slot: int, tokens: int) -> None: ...
 
 
 class Launched(Protocol):

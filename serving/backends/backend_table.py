@@ -122,6 +122,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: KvBytes = _full_kv_bytes
     # Recurrent states, and the checkpoints of slots that cannot be truncated.
     state_bytes: StateBytes = _no_state_bytes
+    # It can export the KV of a slot whose model has no states, and so have a prompt cache on a CPU.
+    has_export: bool = False
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
@@ -235,6 +237,7 @@ BACKENDS: dict[str, BackendSpec] = {
         buffer_bytes=llama_buffer_bytes,
         kv_bytes=llama_kv_bytes,
         state_bytes=llama_state_bytes,
+        has_export=True,
         options=("flash_attention", "mlock", "gpu_layers"),
         package="llama_cpp",
         distribution="llama-cpp-python",
@@ -259,6 +262,7 @@ BACKENDS: dict[str, BackendSpec] = {
             )
         },
         kv_dtype=_onnx_kv_dtype,
+        has_export=True,
         shares_kv=False,
         options=("spinning", "flash_attention"),
         package="onnxruntime",

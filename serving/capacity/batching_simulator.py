@@ -14,6 +14,8 @@ steps is not simulated.
 Requests may be the turns of conversations (`Turns`): a turn then comes when its user has read the
 answer before it and thought. Where the engine reuses prefixes, the slots keep what they hold, and
 each prompt gets the slot that the engine's own rule gives it (serving/capacity/choose_slot.py).
+An engine with a prompt cache stores and restores sequences by the same rule; each copy holds up the
+engine's next step.
 
 The simulation advances from event to event, not from token to token: steps that only decode are
 summed in closed form up to the next arrival or the next request's end.
@@ -34,13 +36,17 @@ import numpy.typing as npt
 
 from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
+    StoredMatch,
     choose_checkpointed_slot,
     choose_slot,
+    is_worth_storing,
     max_checkpoints,
+    oldest_slot,
 )
 from crossover.serving.capacity.plan_step import plan_step
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel, pairs_of
+from crossover.serving.capacity.stored_sequences import StoredSequences
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -294,7 +300,11 @@ class Simulation:
             self.think_seconds[request] = think_seconds[request + 1]
         if turns.reuse == "none":
             return
-        self.slots = SimulatedSlots(turns, self.settings.slots)
+        self.slots = SimulatedSlots(turns, self.settings.slots, self.settings.stored_tokens)
+        for request in turns.ended[: -self.settings.slots]:
+            tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
+            self.slots.store(request, tokens)
+        self.slots.copied_tokens = 0  # these were copied before the start
         for request in turns.ended[-self.settings.slots :]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             if self.slots.idle_tokens + tokens <= self.pool_tokens:
@@ -376,6 +386,7 @@ class Simulation:
                 self.work.admitted_at[request] = self.now
             if self.slots is not None:
                 reused = self.slots.take(request, prompt_tokens, self.computed)
+                self.wait_for_copies()
                 self.pending[request] = prompt_tokens - reused
                 if self.first_token_at[request] == math.inf:
                     self.reused[request] = reused
@@ -528,11 +539,18 @@ class Simulation:
             if self.occupied_tokens + next_tokens <= self.pool_tokens:
                 return pieces
             if self.slots is not None and self.slots.drop_oldest():
+                self.wait_for_copies()
                 continue
             youngest = self.preempt_youngest()
             if youngest is None:
                 return pieces
             pieces = [piece for piece in pieces if piece[0] != youngest]
+
+    def wait_for_copies(self) -> None:
+        """Let the time pass that copies to and from the prompt cache take."""
+        if self.slots is not None:
+            self.now += self.settings.copy_token_seconds * self.slots.copied_tokens
+            self.slots.copied_tokens = 0
 
     def remove_from_kv(self, tokens: int) -> None:
         """Remove tokens of a decoding request from the KV."""
@@ -547,6 +565,9 @@ class Simulation:
             return None
         running = (*self.prefilling, *(request for _, request in self.decoding))
         youngest = max(running, key=lambda request: (self.due[request], request))
+        if self.slots is not None:
+            self.slots.store(youngest, self.computed(youngest))
+            self.wait_for_copies()
         prompt_tokens = self.prompt_tokens[youngest]
         if youngest in self.prefilling:
             self.prefilling.remove(youngest)
@@ -623,9 +644,12 @@ class SimulatedSlots:
     Token ids are not simulated, only how many leading tokens two turns have in common: turns of one
     session share what the earlier one left in its slot, turns of two sessions share only the prefix
     that all sessions have.
+
+    `stored_tokens`: those that the prompt cache has room for. It keeps one sequence of a session,
+    the latest that was stored.
     """
 
-    def __init__(self, turns: Turns, slots: int) -> None:
+    def __init__(self, turns: Turns, slots: int, stored_tokens: int = 0) -> None:
         self._session: list[int] = turns.session.tolist()
         self._history: list[int] = turns.history_tokens.tolist()
         self._shared = turns.shared_tokens
@@ -646,6 +670,9 @@ class SimulatedSlots:
         self._checkpoints: list[_Prefix] = []  # the most recently used last
         # Request -> the lengths of its prompt at which checkpoints are made.
         self._marks: dict[int, tuple[int, ...]] = {}
+        self._stored = StoredSequences[int](0 if self.is_checkpointed else stored_tokens)
+        self._stored_prefix: dict[int, _Prefix] = {}  # by session
+        self.copied_tokens = 0  # to and from the prompt cache, since the last wait for copies
 
     def hold(self, request: int, tokens: int) -> None:
         """Fill an empty slot with the tokens of a turn that ended before the start."""
@@ -661,7 +688,17 @@ class SimulatedSlots:
         reusable_tokens = max(0, prompt_tokens - COMPUTED_TAIL)
         common = self._common_in_slots(request, reusable_tokens, computed)
         if not self.is_checkpointed:
-            slot, reused, _ = choose_slot(common, self._idle_tokens, self._free, self._idle_since)
+            slot, reused, source = choose_slot(
+                common, self._idle_tokens, self._free, self._idle_since
+            )
+            session, match = self._longest_stored(request, reusable_tokens)
+            if match.is_worth_restoring(reused):
+                slot = oldest_slot(self._free, self._idle_tokens, self._idle_since)
+                self._store_slot(slot, 0, session)
+                self._restore(session, match)
+                reused = match.common
+            else:
+                self._store_slot(slot, reused if source == slot else 0)
         else:
             checkpoint = self._longest_checkpoint(request, reusable_tokens, max(common))
             (slot, reused, _), is_restored, marks = choose_checkpointed_slot(
@@ -715,9 +752,55 @@ class SimulatedSlots:
         while self._idle_queue:
             since, slot = heapq.heappop(self._idle_queue)
             if self._idle_tokens[slot] and self._idle_since[slot] == since:
+                self._store_slot(slot, 0)
                 self._set(slot, -1, 0, 0)
                 return True
         return False
+
+    def store(self, request: int, tokens: int, pinned: int | None = None) -> None:
+        """Store the tokens of a request that loses its slot. `pinned`: a session whose sequence is
+        about to be restored."""
+        session = self._session[request]
+        if not self._stored.capacity or not is_worth_storing(tokens, 0) or session == pinned:
+            return
+        if self._stored_prefix.pop(session, None) is not None:
+            self._stored.remove(session)
+        self.copied_tokens += tokens
+        dropped = self._stored.add(session, tokens, pinned)
+        if dropped is None:
+            return
+        self._stored_prefix[session] = _Prefix(request, tokens)
+        for other in dropped:
+            del self._stored_prefix[other]
+
+    def _store_slot(self, slot: int, kept_tokens: int, pinned: int | None = None) -> None:
+        """Store what an idle slot holds before a prompt that keeps `kept_tokens` takes it."""
+        tokens = self._idle_tokens[slot]
+        if is_worth_storing(tokens, kept_tokens):
+            self.store(self._owner[slot], tokens, pinned)
+
+    def _longest_stored(self, request: int, reusable_tokens: int) -> tuple[int, StoredMatch]:
+        """Return the session whose stored sequence has the longest common prefix with a prompt, and
+        how it matches. All sequences of other sessions have the shared prefix in common with it."""
+        session = self._session[request]
+        own = self._stored_prefix.get(session, _NOTHING)
+        own_common = self.common(request, own, reusable_tokens)
+        others = len(self._stored) - (session in self._stored)
+        shared = min(self._shared, reusable_tokens) if others else 0
+        if own_common > shared or not others:
+            return session, StoredMatch(own_common, own.tokens, shared)
+        other = next(key for key in self._stored if key != session)
+        second = shared if others > 1 else own_common
+        return other, StoredMatch(shared, self._stored_prefix[other].tokens, second)
+
+    def _restore(self, session: int, match: StoredMatch) -> None:
+        """Copy the stored sequence of a session into a slot."""
+        self.copied_tokens += match.tokens
+        if match.is_continued:
+            self._stored.remove(session)
+            del self._stored_prefix[session]
+        else:
+            self._stored.use(session)
 
     def common(self, request: int, prefix: _Prefix, reusable_tokens: int) -> int:
         """Return how many of the first `reusable_tokens` tokens of a request's prompt `prefix`

@@ -12,10 +12,12 @@ step_tokens is max_num_batched_tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from crossover.serving.option_help import Count, Positive
+from crossover.serving.option_help import Count, Positive, Seconds
 
 AUTO = "auto"  # the KV cache has the type that the backend holds by itself
 MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more
@@ -32,6 +34,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 512  # maximum tokens of a step
     # Of a step with prompts while other requests decode; None: no target.
     step_seconds_target: Positive | None = 0.3
+    # Of the prompt cache: tokens of sequences that lost their slots, as the engine reports them.
+    stored_tokens: Annotated[int, Meta(ge=0)] = 0
+    # To copy the KV of a token to or from the prompt cache, as measured when it is made.
+    copy_token_seconds: Seconds = 0.0
 
     @property
     def pool_tokens(self) -> int:

@@ -574,7 +574,12 @@ class Server:
         has_next_in_past = np.append((number[1:] > 0) & is_past[1:], False)
         last_past_turns = np.flatnonzero(is_past & ~has_next_in_past)  # one of each conversation
         by_time = np.argsort(times[last_past_turns])
-        kept_past_turns = last_past_turns[by_time][-self.settings.slots :]
+        ended = last_past_turns[by_time]
+        # The slots hold the last of them, and the prompt cache those before.
+        before = index[ended[: -self.settings.slots]]
+        held_tokens = self.lengths.prompt[before] + self.lengths.output[before]
+        is_stored = np.cumsum(held_tokens[::-1]) <= self.settings.stored_tokens
+        kept_past_turns = ended[-(self.settings.slots + int(is_stored.sum())) :]
         # All other turns before 0 are left out, because there may be very many of them.
         is_played = ~is_past
         is_played[kept_past_turns] = True

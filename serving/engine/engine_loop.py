@@ -143,6 +143,7 @@ class Worker:
         text_table = with_marks(table, tokenizer)
         self._grammars = Grammars(table, ends, text_table)
         self.scheduler = Scheduler(self.backend, text_table, ends, self.config)
+        info = msgspec.structs.replace(info, settings=self.scheduler.settings)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True

@@ -88,6 +88,18 @@ class Delta(msgspec.Struct, array_like=True):
     parameter: str | None = None  # the key of the request that `error` is about
 
 
+class PromptCacheStats(msgspec.Struct, array_like=True):
+    """The engine's prompt cache: its size, what is in it, and what it did since the start."""
+
+    max_bytes: int
+    used_bytes: int = 0
+    sequences: int = 0
+    stored_tokens: int = 0
+    restored_tokens: int = 0
+    dropped_tokens: int = 0
+    copy_seconds: float = 0.0  # spent on storing and restoring
+
+
 class StepStats(msgspec.Struct, array_like=True):
     """The engine's state after a step, and what the step cost."""
 
@@ -100,6 +112,7 @@ class StepStats(msgspec.Struct, array_like=True):
     prefill_tokens: int
     preemptions: int  # since the start
     between_seconds: float = 0.0  # from the end of the previous step to the start of this one
+    prompt_cache: PromptCacheStats | None = None  # None: the engine has none
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):

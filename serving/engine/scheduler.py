@@ -8,7 +8,8 @@
 A free slot goes to the oldest waiting sequence. A step contains one token of each decoding
 sequence, and then prompt tokens, oldest prompt first, as many as
 `crossover.serving.capacity.plan_step` allows. When the KV pool is full, the KV of idle slots is
-freed first; then the youngest sequence returns to the queue with what it has generated.
+freed first; then the youngest sequence returns to the queue with what it has generated. What is
+freed goes to the prompt cache if there is one.
 
 If the backend can launch a step without waiting for it
 (crossover.serving.backends.backend_interface), the next step is launched before the tokens of the
@@ -25,6 +26,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+import msgspec
 
 from crossover.serving.backends.backend_interface import Backend, EngineConfig, Launched
 from crossover.serving.capacity.plan_step import plan_step
@@ -67,7 +70,6 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.backend = backend
-        self.settings = backend.info.settings
         self._vocabulary = backend.info.vocabulary
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
@@ -75,7 +77,15 @@ class Scheduler:
         self.preemptions = 0
         self._table = token_bytes
         self._eos = frozenset(token for token in eos_ids if 0 <= token < self._vocabulary)
-        self._slots = SlotAllocator(backend, config.prefix_reuse)
+        self._slots = SlotAllocator(backend, config.prefix_reuse, config.prompt_cache_bytes)
+        self._prompt_cache = self._slots.prompt_cache
+        self.settings = backend.info.settings
+        if self._prompt_cache is not None:
+            self.settings = msgspec.structs.replace(
+                self.settings,
+                stored_tokens=self._prompt_cache.stored_tokens,
+                copy_token_seconds=self._prompt_cache.copy_token_seconds,
+            )
         self._step_clock = StepClock()
         self._launch = getattr(backend, "launch", None)
         self._by_id: dict[int, Sequence] = {}
@@ -131,6 +141,8 @@ class Scheduler:
         self._last_step.waiting = len(self.waiting)
         self._last_step.kv_used_tokens = self._used_tokens()
         self._last_step.preemptions = self.preemptions
+        if self._prompt_cache is not None:
+            self._last_step.prompt_cache = self._prompt_cache.stats
         return self._last_step
 
     def step(self) -> list[Delta]:
@@ -326,7 +338,7 @@ class Scheduler:
             return False
         youngest = max(self.running.values(), key=lambda s: s.id)
         del self.running[youngest.slot]
-        self.backend.truncate(youngest.slot, 0)
+        self._slots.preempt(youngest.slot, youngest.computed_tokens)
         youngest.slot = -1
         youngest.computed = 0
         self.waiting.appendleft(youngest)

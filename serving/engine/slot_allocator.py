@@ -5,24 +5,29 @@ state, sliding-window attention), a sequence may continue exactly what a free sl
 from a checkpoint, which is a copy of that state. Checkpoints are made at two points of a prompt:
 shortly before its end, where the next turn of the conversation continues, and at the end of a
 prefix that it shares with another sequence, where the next such sequence continues.
-`crossover.serving.capacity.choose_slot` decides which slot a sequence gets.
+`crossover.serving.capacity.choose_slot` decides which slot a sequence gets, and what the prompt
+cache (prompt_cache.py) stores and restores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from crossover.serving.backends.backend_interface import Backend
+from crossover.serving.backends.backend_interface import Backend, Exporting
 from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
     choose_checkpointed_slot,
     choose_slot,
+    is_worth_storing,
     max_checkpoints,
+    oldest_slot,
 )
+from crossover.serving.engine.common_prefix import common_prefix
+from crossover.serving.engine.prompt_cache import PromptCache, StoredSequence
 from crossover.serving.sampling.step_inputs import Tokens
 
 _NOTHING: Tokens = np.empty(0, np.int32)
@@ -45,10 +50,16 @@ class SlotAllocation(NamedTuple):
 
 
 class SlotAllocator:
-    """The slots of one backend. `reuses`: released slots keep their KV for prefix reuse."""
+    """The slots of one backend.
 
-    def __init__(self, backend: Backend, reuses: bool) -> None:
+    `reuses`: released slots keep their KV for prefix reuse. `prompt_cache_bytes`: for the KV of
+    sequences that lose their slots; 0: there is no prompt cache. Only a backend that can truncate
+    slots and export them has one.
+    """
+
+    def __init__(self, backend: Backend, reuses: bool, prompt_cache_bytes: int = 0) -> None:
         info, slots = backend.info, backend.info.settings.slots
+        self._pool_tokens = info.settings.pool_tokens
         self._backend: Any = backend
         self._reuses = reuses and (info.rewinds or info.has_checkpoints)
         self._uses_checkpoints = self._reuses and not info.rewinds
@@ -57,6 +68,10 @@ class SlotAllocator:
         self._idle_since = [0.0] * slots
         self._checkpoints: list[Checkpoint] = []  # the most recently used last
         self._max_checkpoints = max_checkpoints(slots)
+        self.prompt_cache: PromptCache | None = None
+        if prompt_cache_bytes and self._reuses and info.has_export:
+            prompt_cache = PromptCache(cast("Exporting", backend), prompt_cache_bytes)
+            self.prompt_cache = prompt_cache if prompt_cache.stored_tokens else None
 
     @property
     def idle_tokens(self) -> int:
@@ -90,13 +105,19 @@ class SlotAllocator:
         else:
             self._backend.truncate(slot, 0)
 
-    def drop_oldest(self) -> bool:
+    def preempt(self, slot: int, tokens: Tokens) -> None:
+        """Free the KV of a running sequence, of which `tokens` are computed."""
+        self._store(slot, tokens, 0)
+        self._backend.truncate(slot, 0)
+
+    def drop_oldest(self, pinned: StoredSequence | None = None) -> bool:
         """Free the KV of the slot that has been idle for longest. Return False if all idle slots
-        are empty."""
+        are empty. `pinned`: a sequence that the prompt cache must keep."""
         non_empty = [slot for slot, tokens in enumerate(self._idle_tokens) if len(tokens)]
         if not non_empty:
             return False
         oldest = min(non_empty, key=lambda slot: self._idle_since[slot])
+        self._store(oldest, self._idle_tokens[oldest], 0, pinned)
         self._backend.truncate(oldest, 0)
         self._idle_tokens[oldest] = _NOTHING
         return True
@@ -111,9 +132,49 @@ class SlotAllocator:
         slot, reused, source = choose_slot(
             common_tokens, self._idle_lengths, free, self._idle_since
         )
+        restored = self._restore(reusable, running, free, reused)
+        if restored is not None:
+            return restored
+        self._store(slot, self._idle_tokens[slot], reused if source == slot else 0)
         if source != slot:
-            self._backend.copy(source, slot, reused)
+            self._copy(source, slot, reused)
         return SlotAllocation(slot, reused)
+
+    def _copy(self, source: int, slot: int, tokens: int) -> None:
+        """Copy the first tokens of a slot to another one."""
+        if self.prompt_cache is None or not getattr(self._backend, "defers_copies", False):
+            self._backend.copy(source, slot, tokens)
+        else:
+            self.prompt_cache.copy(source, slot, tokens)
+
+    def _restore(
+        self, reusable: Tokens, running: Mapping[int, Tokens], free: list[int], reused: int
+    ) -> SlotAllocation | None:
+        """Return a free slot into which a stored sequence was copied. None: the prompt cache has
+        nothing that saves more than the `reused` tokens that the slots save."""
+        if self.prompt_cache is None:
+            return None
+        sequence, match = self.prompt_cache.longest(reusable)
+        if sequence is None or not match.is_worth_restoring(reused):
+            return None
+        slot = oldest_slot(free, self._idle_lengths, self._idle_since)
+        self._store(slot, self._idle_tokens[slot], 0, sequence)
+        self._backend.truncate(slot, 0)
+        self._idle_tokens[slot] = _NOTHING
+        running_tokens = sum(len(tokens) for tokens in running.values())
+        # A shared pool must have room for the whole sequence while it is loaded.
+        while running_tokens + self.idle_tokens + len(sequence.tokens) > self._pool_tokens:
+            if not self.drop_oldest(pinned=sequence):
+                break
+        is_restored = self.prompt_cache.restore(slot, sequence, match)
+        return SlotAllocation(slot, match.common if is_restored else 0)
+
+    def _store(
+        self, slot: int, tokens: Tokens, kept_tokens: int, pinned: StoredSequence | None = None
+    ) -> None:
+        """Store what a slot holds before it is overwritten from `kept_tokens` tokens on."""
+        if self.prompt_cache is not None and is_worth_storing(len(tokens), kept_tokens):
+            self.prompt_cache.store(slot, tokens, pinned)
 
     def _choose_with_checkpoints(
         self, prompt: Tokens, running: Mapping[int, Tokens]
@@ -165,12 +226,3 @@ class SlotAllocator:
             common_prefix(running.get(slot, idle_tokens), reusable)
             for slot, idle_tokens in enumerate(self._idle_tokens)
         ]
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return how many leading tokens the two have in common."""
-    shortest = min(len(a), len(b))
-    if not shortest or a[0] != b[0]:
-        return 0
-    different = np.flatnonzero(a[:shortest] != b[:shortest])
-    return int(different[0]) if len(different) else shortest

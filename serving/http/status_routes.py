@@ -16,8 +16,9 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from crossover.models.formatting import size
 from crossover.models.machine_limits import available_bytes
-from crossover.serving.backends.backend_interface import BackendInfo, EngineMemory
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, EngineMemory
 from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import ContextOverflow, EngineState
 from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
@@ -30,7 +31,14 @@ from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 
 # Keys of /v1/placement that are null while no engine is ready.
-_KEYS_OF_READY_ENGINE = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
+_KEYS_OF_READY_ENGINE = (
+    "memory",
+    "device_name",
+    "load_seconds",
+    "details",
+    "prefix_reuse",
+    "prompt_cache",
+)
 
 
 async def health(request: Request) -> dict[str, str]:
@@ -162,14 +170,31 @@ def _describe_ready_engine(model: ServedModel, ready: Ready) -> dict[str, Any]:
         "device_name": info.device_name,
         "load_seconds": ready.load_seconds,
         "details": info.details,
-        "prefix_reuse": _describe_prefix_reuse(supervisor.config.prefix_reuse, info),
+        "prefix_reuse": _describe_prefix_reuse(supervisor.config, info),
+        "prompt_cache": _prompt_cache(model),
     }
 
 
-def _describe_prefix_reuse(is_enabled: bool, info: BackendInfo) -> str:
+def _prompt_cache(model: ServedModel) -> dict[str, int] | None:
+    """Return the size of the engine's prompt cache and what is in it; None: there is none."""
+    supervisor = model.supervisor
+    if supervisor.ready is None or not supervisor.ready.info.settings.stored_tokens:
+        return None
+    stats = supervisor.requests.stats
+    cache = None if stats is None else stats.prompt_cache
+    return {
+        "bytes": supervisor.config.prompt_cache_bytes,
+        "used_bytes": 0 if cache is None else cache.used_bytes,
+        "sequences": 0 if cache is None else cache.sequences,
+    }
+
+
+def _describe_prefix_reuse(config: EngineConfig, info: BackendInfo) -> str:
     """Return which prefixes of earlier prompts a new prompt can reuse, and why not more."""
-    if not is_enabled:
+    if not config.prefix_reuse:
         return "nothing: prefix_reuse is off"
+    if info.settings.stored_tokens:
+        return f"any common prefix, also of {size(config.prompt_cache_bytes)} of earlier sequences"
     if info.rewinds:
         return "any common prefix"
     if info.has_checkpoints:

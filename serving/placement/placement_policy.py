@@ -75,6 +75,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted()
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
+    prompt_cache_bytes: int = 0  # as requested; 0: none
     weight_bytes: int | None = None  # size of the file; None: there is no file yet
     # The memory besides the weights that the CPU's engine reports for this file, by ascending
     # context length; {}: there is no file yet, or the engine cannot report it.
@@ -166,6 +167,8 @@ def plan(
             f"{request.model.name}"
         )
         reasons.insert(0, Reason(None, text))
+    if attempts and attempts[0].memory.prompt_cache_bytes < request.prompt_cache_bytes:
+        reasons.append(Reason(None, _why_smaller_cache(request, attempts[0])))
     if not attempts:
         raise runs_nowhere(request.model, reasons)
     return Placement(
@@ -175,6 +178,21 @@ def plan(
         attempts=tuple(attempts),
         **msgspec.structs.asdict(attempts[0]),
     )
+
+
+def _why_smaller_cache(request: PlacementRequest, attempt: Attempt) -> str:
+    """Return why the prompt cache of the chosen engine is smaller than requested, or not there."""
+    engine = f"{attempt.backend} on the {attempt.device.upper()}"
+    if not request.prefix_reuse:
+        return "no prompt cache, since prefix reuse is off"
+    if not spec_of(attempt.backend).has_export or attempt.device == "gpu":
+        return f"no prompt cache, which {engine} does not have"
+    if attempt.memory.state_bytes:
+        name = request.model.name
+        return f"no prompt cache, since {name} has states or windows that cannot be truncated"
+    requested = size(request.prompt_cache_bytes)
+    fitting = size(attempt.memory.prompt_cache_bytes)
+    return f"prompt cache reduced from {requested} to {fitting}, which fits in memory"
 
 
 def runs_nowhere(model: ModelIdentity, reasons: Iterable[Reason]) -> NoPlacement:
@@ -385,6 +403,16 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
             memory = EngineMemory(
                 kv_bytes=kv_bytes, state_bytes=state_bytes, buffer_bytes=buffer_bytes
             )
+        memory = msgspec.structs.replace(
+            memory, weight_bytes=weight_bytes, overhead_bytes=overhead_bytes
+        )
+        can_cache = spec.has_export and gpu is None and not memory.state_bytes
+        if request.prefix_reuse and can_cache:
+            # If memory is short, the prompt cache is the first to get less.
+            cache_bytes = request.prompt_cache_bytes
+            if usable_bytes is not None:
+                cache_bytes = max(0, min(cache_bytes, usable_bytes - memory.total_bytes))
+            memory = msgspec.structs.replace(memory, prompt_cache_bytes=cache_bytes)
         return Attempt(
             device=device,
             backend=backend,
@@ -392,9 +420,7 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
             settings=msgspec.structs.replace(
                 settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
             ),
-            memory=msgspec.structs.replace(
-                memory, weight_bytes=weight_bytes, overhead_bytes=overhead_bytes
-            ),
+            memory=memory,
             free_bytes=usable_bytes,
             device_name=facts.cpu_model if gpu is None else gpu.name,
             device_id="" if gpu is None else gpu.uuid or "",

@@ -97,6 +97,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             device_vendor=attempt.vendor,
             settings=msgspec.structs.replace(attempt.settings, kv_dtype=kv_dtype),
             prefix_reuse=self.model.prefix_reuse,
+            prompt_cache_bytes=attempt.memory.prompt_cache_bytes,
             threads=self.split.threads,
             cores=self.split.engine,
             memory_nodes=self.split.memory_nodes if attempt.device == "cpu" else (),
@@ -342,6 +343,7 @@ def find_model(model: ModelOptions, machine: Machine, facts: HardwareFacts) -> P
         wanted=wanted,
         settings=model.scheduler,
         prefix_reuse=model.prefix_reuse,
+        prompt_cache_bytes=model.prompt_cache_bytes,
         check_memory=model.check_memory,
     )
     return _with_files(request, model, machine, facts) if identity.has_files else request

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from crossover.serving.engine.ipc_messages import StepStats
+from crossover.serving.engine.ipc_messages import PromptCacheStats, StepStats
 from crossover.serving.errors import EngineState, Overloaded
 from crossover.serving.metrics import Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, scraped, served
@@ -120,6 +120,32 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(
     supervisor.ready, supervisor.requests.stats, supervisor.state = None, None, EngineState.failed
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found
+
+
+def test_the_prompt_cache_is_shown_if_the_engine_has_one(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    found = scraped(ask(port, "GET", "/metrics").body)
+    assert not any("prompt_cache" in key[0] for key in found)
+    assert supervisor.requests.stats is not None
+    supervisor.requests.stats.prompt_cache = PromptCacheStats(
+        max_bytes=1 << 20,
+        used_bytes=1 << 19,
+        sequences=3,
+        stored_tokens=900,
+        restored_tokens=400,
+        dropped_tokens=100,
+        copy_seconds=0.25,
+    )
+    found = scraped(ask(port, "GET", "/metrics").body)
+    assert {key[0]: value for key, value in found.items() if "prompt_cache" in key[0]} == {
+        "prompt_cache_used_bytes": 1 << 19,
+        "prompt_cache_sequences": 3,
+        "prompt_cache_stored_tokens_total": 900,
+        "prompt_cache_restored_tokens_total": 400,
+        "prompt_cache_dropped_tokens_total": 100,
+        "prompt_cache_copy_seconds_total": 0.25,
+    }
 
 
 def test_several_models_share_metric_families_and_differ_by_a_label() -> None:

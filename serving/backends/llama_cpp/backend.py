@@ -57,6 +57,8 @@ FLOPS_PER_THREAD = 40e9
 # A prompt of so many tokens for each thread gets a call of its own: its arithmetic then takes
 # longer than reading the weights once more.
 TOKENS_PER_THREAD_AND_PASS = 4
+# Bytes in an exported slot that do not grow with its tokens: a few numbers for each layer.
+_STATE_HEADER_BYTES = 1 << 14
 # Codes that llama_decode returns. Others: 2 aborted, -1 invalid batch, lower: fatal.
 _OK, _KV_FULL = 0, 1
 
@@ -79,6 +81,8 @@ class LlamaCppBackend:
         self._threads, self._unified = loader.threads, loader.is_unified
         self._lengths = [0] * config.settings.slots
         self.last_decode_seconds: float | None = None
+        # llama_memory_seq_cp copies between separate parts in the next step.
+        self.defers_copies = not self._unified
         try:
             self._model, self._context = loader.load(progress)
             self._memory = llama.llama_get_memory(self._context)
@@ -103,6 +107,8 @@ class LlamaCppBackend:
             # request does not pay for that.
             progress("first step", None)
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
+            # Bytes of a token in the state of a slot, which are only needed with a prompt cache.
+            self._token_bytes = self._measure_token_bytes() if config.prompt_cache_bytes else 0
             self.truncate(0, 0)
         except BaseException:
             self.close()
@@ -223,17 +229,51 @@ class LlamaCppBackend:
             raise EngineFailed(f"llama.cpp cannot take slot {slot} back to {saved.tokens} tokens")
         self._lengths[slot] = saved.tokens
 
+    def state_bytes(self, tokens: int) -> int:
+        """Return the bytes that `export` writes of a slot with so many tokens."""
+        return _STATE_HEADER_BYTES + tokens * self._token_bytes
+
+    def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
+        """Write what a slot holds to `buffer`. Return the number of bytes. Raises EngineFailed."""
+        return self._write_state(slot, buffer, self._llama.LLAMA_STATE_SEQ_FLAGS_NONE)
+
+    def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
+        """Make a slot hold the first `tokens` tokens of what `export` wrote. Raises EngineFailed,
+        also if a unified pool has no room."""
+        llama, memory = self._llama, self._memory
+        llama.llama_memory_seq_rm(memory, slot, -1, -1)
+        self._lengths[slot] = 0
+        self._set_state(slot, data, llama.LLAMA_STATE_SEQ_FLAGS_NONE)
+        llama.llama_memory_seq_rm(memory, slot, tokens, -1)
+        self._lengths[slot] = tokens
+
+    def _measure_token_bytes(self) -> int:
+        """Return the bytes of a token in the state of slot 0, which holds one token."""
+        flags = self._llama.LLAMA_STATE_SEQ_FLAGS_NONE
+        size = self._llama.llama_state_seq_get_size_ext
+        bytes_of_one = int(size(self._context, 0, flags))
+        self.step([Row(0, np.zeros(1, np.int32), 1, wants_token=False)])
+        return int(size(self._context, 0, flags)) - bytes_of_one
+
     def _state(self, slot: int, flags: int) -> npt.NDArray[np.uint8]:
         """Return a copy of a slot's state as bytes. Raises EngineFailed."""
         size = self._llama.llama_state_seq_get_size_ext(self._context, slot, flags)
         data = np.empty(size, np.uint8)
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = self._llama.llama_state_seq_get_data_ext(
-            self._context, pointer, size, slot, flags
-        )
+        self._write_state(slot, data, flags)
+        return data
+
+    def _write_state(self, slot: int, buffer: npt.NDArray[np.uint8], flags: int) -> int:
+        """Write a slot's state to `buffer`. Return the number of bytes. Raises EngineFailed."""
+        size = int(self._llama.llama_state_seq_get_size_ext(self._context, slot, flags))
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = 0
+        if size <= len(buffer):
+            written = self._llama.llama_state_seq_get_data_ext(
+                self._context, pointer, size, slot, flags
+            )
         if written != size:
             raise EngineFailed(f"llama.cpp cannot copy the state of slot {slot}")
-        return data
+        return size
 
     def _set_state(self, slot: int, data: npt.NDArray[np.uint8], flags: int) -> None:
         """Overwrite a slot's state with what `_state` returned. Raises EngineFailed."""
@@ -294,6 +334,7 @@ class LlamaCppBackend:
             rewinds=self._can_rewind,
             why_not_rewinds=self._why_not_rewinds,
             has_checkpoints=not self._can_rewind,
+            has_export=self._can_rewind,
             details={
                 **build_details(llama),
                 "threads": str(self._threads),

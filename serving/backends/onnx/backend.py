@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from crossover.models.errors import BrokenWeights
 from crossover.models.weights.weights_manifest import Progress, read_manifest
@@ -81,6 +82,7 @@ class OnnxBackend:
             settings=msgspec.structs.replace(settings, kv_tokens=kv_tokens, kv_dtype="fp32"),
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored_format,
+            has_export=facts.grouped,
             details={
                 "onnxruntime": str(onnxruntime.__version__),
                 "graph": graph_kind,
@@ -124,6 +126,20 @@ class OnnxBackend:
     def copy(self, source: int, target: int, tokens: int) -> None:
         if self._graph is not None:
             self._graph.copy(source, target, tokens)
+
+    def state_bytes(self, tokens: int) -> int:
+        return self._slot_graph.state_bytes(tokens)
+
+    def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
+        return self._slot_graph.export(slot, buffer)
+
+    def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
+        self._slot_graph.load(slot, data, tokens)
+
+    @property
+    def _slot_graph(self) -> SlotGraph:
+        assert isinstance(self._graph, SlotGraph)  # as info.has_export says
+        return self._graph
 
     def truncate(self, slot: int, tokens: int) -> None:
         if self._graph is not None:

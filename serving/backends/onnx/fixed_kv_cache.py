@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from crossover.serving.backends.backend_interface import check_row
 from crossover.serving.backends.onnx.onnx_folder import GraphFacts, RowLogits
@@ -62,6 +63,36 @@ class SlotGraph:
         for buffer in self._kv:
             buffer[target_row, :, :tokens] = buffer[source_row, :, :tokens]
         self._lengths[target_row] = tokens
+
+    def state_bytes(self, tokens: int) -> int:
+        """Return the bytes that `export` writes of a slot with so many tokens."""
+        return sum(tokens * buffer[0, :, 0].nbytes for buffer in self._kv)
+
+    def export(self, slot: int, target: npt.NDArray[np.uint8]) -> int:
+        """Write the keys and values of a slot to `target`, layer by layer. Return the bytes."""
+        kv_row = self._kv_row_of[slot]
+        tokens = self._lengths[kv_row]
+        for buffer, part in zip(self._kv, self._parts(target, tokens), strict=True):
+            part[:] = buffer[kv_row, :, :tokens]
+        return self.state_bytes(tokens)
+
+    def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
+        """Make a slot hold the first `tokens` tokens of what `export` wrote."""
+        kv_row = self._kv_row_of[slot]
+        stored_tokens = len(data) // self.state_bytes(1)
+        for buffer, part in zip(self._kv, self._parts(data, stored_tokens), strict=True):
+            buffer[kv_row, :, :tokens] = part[:, :tokens]
+        self._lengths[kv_row] = tokens
+
+    def _parts(self, data: npt.NDArray[np.uint8], tokens: int) -> list[npt.NDArray[np.float32]]:
+        """Return the part of each buffer in exported bytes, [kv_heads, tokens, head_dim]."""
+        _, heads, _, width = self._kv[0].shape
+        size = heads * tokens * width
+        values = data[: self.state_bytes(tokens)].view(np.float32)
+        return [
+            values[index * size : (index + 1) * size].reshape(heads, tokens, width)
+            for index in range(len(self._kv))
+        ]
 
     def truncate(self, slot: int, tokens: int) -> None:
         """Keep the first `tokens` tokens of a slot."""

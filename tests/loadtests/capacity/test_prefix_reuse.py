@@ -10,10 +10,12 @@ from crossover.loadtests.capacity.prefix_reuse import (
     measured_reuse,
     measured_template_tokens,
 )
+from crossover.loadtests.cli.one_level import show_level
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import STEP_TIMES, KnownServer
 
@@ -31,6 +33,20 @@ def test_how_much_a_server_found_in_its_cache_is_measured():
     assert measured_reuse(CHAT, levels) == 0.0
     untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
     assert measured_reuse(shared, [untold]) == 0.0
+
+
+def test_load_prints_how_much_of_the_prompts_of_conversations_was_found_in_the_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = KnownServer(STEP_TIMES.seconds)
+    level = server.level([0.0, 5.0, 10.0], [200] * 3, [8] * 3, [0, 150, 150])
+    line = "50.0% of the prompt tokens found in the server's cache"
+    show_level(level, Slo("any", target=0.9), Workload(preset="conversation"))
+    assert line in capsys.readouterr().out
+    unknown = msgspec.structs.replace(level, cached_tokens=np.full(3, np.nan))
+    show_level(unknown, Slo("any", target=0.9), Workload(preset="conversation"))
+    show_level(level, Slo("any", target=0.9), CHAT)
+    assert "server's cache" not in capsys.readouterr().out
 
 
 def test_the_tokens_of_a_template_that_every_prompt_begins_with_are_measured():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -143,6 +143,86 @@ def _copy(case: _Case) -> None:
     # The source is overwritten; the copy must live.
     generate(backend, case.prompt(20, 505), 2, slot=source)
     case.expect_generated(short, 8, "after the source went", slot=target, start=len(short) - 1)
+
+
+def check_export(
+    backend: Backend, reference: Reference, *, tie: Tie | None = None, seed: int = 0
+) -> None:
+    """export() and load() give any slot what another one held, or its beginning, after all slots
+    were overwritten."""
+    exporting: Any = backend
+    case = _Case(backend, reference, tie, seed)
+    assert backend.info.has_export and case.slots >= 3
+    prompt = case.prompt(70, 600)
+    answer = generate(backend, prompt, 4, slot=1)  # the last token is not in the KV
+    history = [*prompt, *answer[:3]]
+    size = exporting.state_bytes(len(history))
+    buffer = np.zeros(size + 100, np.uint8)
+    data = buffer[: exporting.export(1, buffer)].copy()
+    assert 0.95 * size < len(data) + 2**14 and len(data) <= size
+    assert len(data) < exporting.state_bytes(backend.info.settings.context_tokens)
+    for slot in range(case.slots):
+        generate(backend, case.prompt(40, 601 + slot), 2, slot=slot)
+    exporting.load(2, data, len(history))
+    turn = [*history, *answer[3:], *case.prompt(9, 620)]
+    case.expect_generated(turn, 8, "after a whole load", slot=2, start=len(history))
+    exporting.load(0, data, 31)
+    other = [*prompt[:31], *case.prompt(12, 621)]
+    case.expect_generated(other, 8, "after a load of the beginning", slot=0, start=31)
+    # Slot 2 goes on, and what was exported is as it was.
+    more = [*turn, *case.prompt(3, 622)]
+    case.expect_generated(more, 4, "after the other load", slot=2, start=len(turn))
+    exporting.load(1, data, len(prompt) - 1)
+    case.expect_generated(prompt, 4, "after a third load", slot=1, start=len(prompt) - 1)
+
+
+def check_prompt_cache(make: Make, *values: Any, cached: dict[str, Any] | None = None) -> None:
+    """Conversations of nine users, two of whom ask at a time: with three slots and a prompt cache,
+    the answers and the computed tokens are those of a slot for each user.
+
+    `values`: of `make`. `cached`: further settings of the engine with the prompt cache.
+    """
+    size = 48 << 20
+    small = make(*values, slots=3, prompt_cache_bytes=size, **(cached or {}))
+    with_cache = _converse(small, size)
+    with_slots = _converse(make(*values, slots=9, context_tokens=256), 0)
+    assert [turn.answer for turn in with_cache] == [turn.answer for turn in with_slots]
+    later_turns = slice(9, None)
+    assert with_cache[later_turns] == with_slots[later_turns]
+
+
+class _Turn(NamedTuple):
+    user: int
+    answer: list[int]
+    computed_tokens: int  # of its prompt
+
+
+def _converse(backend: Backend, prompt_cache_bytes: int) -> list[_Turn]:
+    """Three turns of each of nine users, with two admissions before each step that has any."""
+    table = [b" %d" % token for token in range(backend.info.vocabulary)]
+    config = EngineConfig("", "", "", prompt_cache_bytes=prompt_cache_bytes)
+    scheduler = Scheduler(backend, table, frozenset(), config)
+    shared = prompt_of(backend, 20, 700)
+    histories = [shared + prompt_of(backend, 80, 701 + user) for user in range(9)]
+    turns = []
+    for number in range(3):
+        for users in ([0, 1], [2, 3], [4, 5], [6, 7], [8]):
+            for user in users:
+                assert scheduler.add(Submit(user, GenerationRequest(histories[user], 6))) is None
+            text = dict.fromkeys(users, "")
+            cached_tokens: dict[int, int] = {}
+            while scheduler.busy:
+                for delta in scheduler.step():
+                    text[delta.id] += delta.text
+                    if delta.cached_tokens is not None:
+                        cached_tokens[delta.id] = delta.cached_tokens
+            for user in users:
+                answer = [int(token) for token in text[user].split()]
+                turns.append(_Turn(user, answer, len(histories[user]) - cached_tokens[user]))
+                histories[user] += answer + prompt_of(backend, 12, 800 + 9 * number + user)
+    stats = scheduler.stats().prompt_cache
+    assert (stats is not None and stats.restored_tokens > 0) == (prompt_cache_bytes > 0)
+    return turns
 
 
 def check_churn(

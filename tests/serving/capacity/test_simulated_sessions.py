@@ -60,7 +60,11 @@ class Clocked(FakeBackend):
 
 
 def converse(
-    lengths: Lengths, due: np.ndarray, settings: SchedulerSettings, options: dict[str, str]
+    lengths: Lengths,
+    due: np.ndarray,
+    settings: SchedulerSettings,
+    options: dict[str, str],
+    prompt_cache_bytes: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """TTFT and reused tokens of each turn, by the server's own scheduler: users send the answers
     back that it gave them."""
@@ -72,6 +76,7 @@ def converse(
         model_name="fake",
         settings=msgspec.structs.replace(settings, context_tokens=2048),
         prefix_reuse=True,
+        prompt_cache_bytes=prompt_cache_bytes,
         options=options,
     )
     backend = Clocked(config)
@@ -149,6 +154,41 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
     assert played.cached.sum() == pytest.approx(cached.sum(), rel=0.03)
     assert (played.cached == cached).mean() > 0.9
     assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stored_tokens", "gap_seconds", "found_share"), [(1000, 12.0, 0.6), (5000, 8.0, 0.7)]
+)
+def test_the_prompt_cache_is_the_engines_own(stored_tokens, gap_seconds, found_share):
+    """The simulation stores, restores and drops the same histories as the scheduler."""
+    token_bytes, context_tokens = 1 << 14, 2048
+    lengths = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind="any prefix"))
+    turns = lengths.turns
+    assert turns is not None
+    due = np.cumsum(np.random.default_rng(5).exponential(gap_seconds, turns.session[-1] + 1))
+    settings = SchedulerSettings(slots=3, step_seconds_target=0.2)
+    size = (stored_tokens + context_tokens) * token_bytes
+    options = {"token_bytes": str(token_bytes)}
+    ttft, cached = converse(lengths, due[turns.session], settings, options, size)
+    settings = msgspec.structs.replace(settings, stored_tokens=stored_tokens)
+    played = simulate(
+        STEPS, settings, due[turns.session], lengths.prompt, lengths.output, turns=turns
+    )
+    assert cached.sum() > found_share * lengths.prompt.sum()
+    assert played.cached.sum() == pytest.approx(cached.sum(), rel=0.03)
+    assert (played.cached == cached).mean() > 0.9
+    assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)
+
+
+def test_a_prompt_cache_raises_the_capacity_of_few_slots_and_slow_copies_take_it_back() -> None:
+    def users(**settings: float) -> float:
+        server = msgspec.structs.replace(SchedulerSettings(slots=3), **settings)
+        return Server(STEPS, server, lengths, count=400).crossing(SLO)
+
+    lengths = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind="any prefix"))
+    without, cached = users(), users(stored_tokens=20_000)
+    assert cached > 1.3 * without
+    assert users(stored_tokens=20_000, copy_token_seconds=0.01) < without
 
 
 def test_capacity_with_reuse_is_higher_and_is_given_in_users() -> None:

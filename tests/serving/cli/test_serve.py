@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from crossover.loadtests.campaign.server_launch import info_of
 from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.hardware.cpu_topology import SHARED_NICE
 from tests.serving.fakes import Answer, ask, complete, scraped, wait_until
@@ -163,6 +164,49 @@ def test_it_serves_logs_its_address_and_placement_and_drains(tmp_path: Path) -> 
         assert re.fullmatch(expected, one.process.stdout.read())
 
 
+def chat(url: str, users: int, turns: int) -> list[tuple[str, int]]:
+    """The answer of each turn and the tokens of its prompt that were computed, of users who take
+    turns and whose prompts are token ids."""
+    histories = [[user + 3] * 100 for user in range(users)]
+    answers = []
+    for turn in range(turns):
+        for history in histories:
+            body = {"prompt": history, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+            answer = complete(port_of(url), model="fake", **body).json
+            usage = answer["usage"]
+            computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+            answers.append((answer["choices"][0]["text"], computed))
+            history += [100 + turn] * 20
+    return answers
+
+
+def test_a_prompt_cache_gives_what_a_slot_for_each_user_gives(tmp_path: Path) -> None:
+    common = ("--context", "256", "--option", "token_bytes=65536")
+    cached = ("--slots", "2", "--prompt-cache", "80MiB")  # 16 MiB of it for copies
+    folders = [tmp_path / "cached", tmp_path / "slots"]
+    for folder in folders:
+        folder.mkdir()
+    with server(folders[0], *common, *cached) as one:
+        url = one.wait_ready()["url"]
+        with_cache = chat(url, users=5, turns=3)
+        placed = get(url, "/v1/placement").json
+        found = scraped(get(url, "/metrics").body)
+        assert "prompt cache 80 MiB" in one.log.read_text()
+    with server(folders[1], *common, "--slots", "5") as one:
+        with_slots = chat(one.wait_ready()["url"], users=5, turns=3)
+    assert with_cache == with_slots
+    assert [computed for _, computed in with_cache] == [100] * 5 + [20] * 10
+    assert placed["engine"]["stored_tokens"] == 1024
+    assert placed["memory"]["predicted"]["prompt_cache_bytes"] == 80 << 20
+    assert placed["prompt_cache"]["sequences"] == 3
+    assert 0 < found["prompt_cache_used_bytes",] < 64 << 20
+    assert found["prompt_cache_restored_tokens_total",] > 0
+    # The same settings, as a campaign records them and the simulation takes them.
+    settings = info_of(placed).reported_settings
+    assert (settings.slots, settings.stored_tokens) == (2, 1024)
+    assert 0 < settings.copy_token_seconds < 0.01
+
+
 def test_it_answers_503_with_the_reason_while_loading_and_ends_at_once_on_a_signal(
     tmp_path: Path,
 ) -> None:
@@ -276,6 +320,7 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--cores", "x"], "--cores 'x' is not a list of cores"),
         (["fake", "--drain-timeout", "-1"], "--drain-timeout must be at least 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is not a size"),
+        (["fake", "--prompt-cache", "lots"], "--prompt-cache 'lots' is not a size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--served-name", ""], "--served-name: "),
         (["135m", "--cache", __file__], "Not a directory. Choose another one with --cache"),

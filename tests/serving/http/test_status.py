@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.engine.ipc_messages import PromptCacheStats
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.machine_facts import resident_bytes
 from crossover.serving.http.routes import ROUTES, document
@@ -103,6 +105,11 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
     ("is_enabled", "facts", "words"),
     [
         (True, {}, "any common prefix"),
+        (
+            True,
+            {"settings": SchedulerSettings(stored_tokens=500)},
+            "any common prefix, also of 64 MiB of earlier sequences",
+        ),
         (False, {}, "nothing: prefix_reuse is off"),
         (
             True,
@@ -121,9 +128,25 @@ def test_placement_explains_what_of_earlier_prompts_is_reused(
 ) -> None:
     assert supervisor.ready is not None
     supervisor.ready.info = msgspec.structs.replace(supervisor.ready.info, **facts)
-    supervisor.config = msgspec.structs.replace(supervisor.config, prefix_reuse=is_enabled)
+    supervisor.config = msgspec.structs.replace(
+        supervisor.config, prefix_reuse=is_enabled, prompt_cache_bytes=64 << 20
+    )
     with served(app_on(supervisor)) as port:
         assert re.match(words, ask(port, "GET", "/v1/placement").json["prefix_reuse"])
+
+
+def test_placement_says_how_much_of_the_prompt_cache_is_used(supervisor: FakeSupervisor) -> None:
+    assert supervisor.ready is not None and supervisor.requests.stats is not None
+    with served(app_on(supervisor)) as port:
+        assert ask(port, "GET", "/v1/placement").json["prompt_cache"] is None
+        settings = msgspec.structs.replace(supervisor.ready.info.settings, stored_tokens=500)
+        supervisor.ready.info = msgspec.structs.replace(supervisor.ready.info, settings=settings)
+        supervisor.config = msgspec.structs.replace(supervisor.config, prompt_cache_bytes=64 << 20)
+        supervisor.requests.stats.prompt_cache = PromptCacheStats(
+            max_bytes=64 << 20, used_bytes=5 << 20, sequences=3
+        )
+        found = ask(port, "GET", "/v1/placement").json["prompt_cache"]
+    assert found == {"bytes": 64 << 20, "used_bytes": 5 << 20, "sequences": 3}
 
 
 def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None:

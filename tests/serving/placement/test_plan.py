@@ -83,6 +83,39 @@ def test_auto_without_a_gpu_chooses_the_cpu_and_explains_it() -> None:
     assert formatting.size(placement.need_bytes) in text
 
 
+def test_a_prompt_cache_is_part_of_the_memory_and_the_first_to_get_less() -> None:
+    without = planned(SMALL, machine())
+    cached = planned(SMALL, machine(), prompt_cache_bytes=GIB)
+    assert cached.memory.prompt_cache_bytes == GIB
+    assert cached.need_bytes == without.need_bytes + GIB
+    assert "prompt cache 1 GiB" in "\n".join(explain(cached))
+    room = without.need_bytes / 0.95 / GIB + 0.5
+    reduced = planned(SMALL, machine(memory_gib=room), prompt_cache_bytes=GIB)
+    assert reduced.fits and reduced.settings == without.settings
+    assert 0.4 * GIB < reduced.memory.prompt_cache_bytes < 0.5 * GIB
+    assert "prompt cache reduced from 1 GiB to" in "\n".join(explain(reduced))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        (SMALL, {"backend": "torch"}, "no prompt cache, which torch on the CPU does not have"),
+        (SMALL, {"prefix_reuse": False}, "no prompt cache, since prefix reuse is off"),
+        (
+            ladder_model("qwen3.5-4b").spec,
+            {"backend": "llama_cpp"},
+            "no prompt cache, since qwen3.5-4b has states or windows that cannot be truncated",
+        ),
+    ],
+)
+def test_without_a_prompt_cache_the_explanation_says_why(
+    spec: ModelSpec, options: dict[str, Any], reason: str
+) -> None:
+    placement = planned(spec, machine(), prompt_cache_bytes=GIB, **options)
+    assert placement.memory.prompt_cache_bytes == 0
+    assert reason in "\n".join(explain(placement))
+
+
 def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
     placement = planned(EIGHT, with_gpu())
     on_gpu, on_cpu = ("gpu", "torch", "bf16"), ("cpu", "llama_cpp", "Q4_0")

@@ -20,7 +20,9 @@ from tests.gguf_files import gguf_of
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
+    check_export,
     check_logprobs,
+    check_prompt_cache,
     check_scheduled,
     check_seeded,
 )
@@ -65,6 +67,52 @@ def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -
     backend = make(TINY_QWEN3, **settings)
     assert backend.info.details["flash_attention"] == "on"
     check_contract(backend, reference, tie=tie)
+
+
+@pytest.mark.parametrize("settings", [{}, POOL, {"kv_dtype": "q8_0"}])
+def test_an_exported_slot_is_the_same_in_another_slot(make: Make, settings: dict[str, Any]) -> None:
+    tie = near_tie(make(TINY_QWEN3, **settings), logits=0.2) if "kv_dtype" in settings else None
+    reference = greedy_unbatched(make(TINY_QWEN3, **settings))
+    backend = make(TINY_QWEN3, prompt_cache_bytes=1 << 24, **settings)
+    check_export(backend, reference, tie=tie)
+
+
+@pytest.mark.parametrize("cached", [{}, {"kv_tokens": 3 * 256 - 1}])
+def test_a_prompt_cache_gives_the_answers_of_more_slots(make: Make, cached: dict[str, Any]) -> None:
+    check_prompt_cache(make, TINY_QWEN3, cached=cached)
+
+
+def test_a_slot_may_be_restored_over_before_its_prefix_reaches_the_other_slot(make: Make) -> None:
+    """llama.cpp copies between slots in the next step. Here two prompts are admitted before it: one
+    that gets the beginning of slot 0, and one whose stored history replaces what slot 0 holds."""
+    size = 32 << 20
+    backend = make(slots=2, prompt_cache_bytes=size)
+    reference = greedy_unbatched(make(slots=1))
+    table = [b" %d" % token for token in range(backend.info.vocabulary)]
+    config = EngineConfig("", "", "", prompt_cache_bytes=size)
+    scheduler = Scheduler(backend, table, frozenset(), config)
+
+    def answers(*prompts: list[int]) -> list[list[int]]:
+        for number, prompt in enumerate(prompts):
+            scheduler.add(Submit(number, GenerationRequest(prompt, 8)))
+        text = [""] * len(prompts)
+        while scheduler.busy:
+            for delta in scheduler.step():
+                text[delta.id] += delta.text
+        return [[int(token) for token in answer.split()] for answer in text]
+
+    first, second = prompt_of(backend, 100, 1), prompt_of(backend, 100, 2)
+    shared = prompt_of(backend, 60, 3)
+    answers(first)  # in slot 0
+    answers(second)  # in slot 1
+    answers([*shared, *prompt_of(backend, 80, 4)])  # in slot 0, so that the first is stored
+    end = prompt_of(backend, 30, 7)
+    prompts = [[*shared, *end], [*first, *prompt_of(backend, 9, 6)]]
+    with_other_beginning = reference([*first[:60], *end], 8)
+    assert reference(prompts[0], 8) != with_other_beginning, "the answer shows which KV it had"
+    assert answers(*prompts) == [reference(prompt, 8) for prompt in prompts]
+    stats = scheduler.stats().prompt_cache
+    assert stats is not None and stats.restored_tokens == 100
 
 
 # --- against transformers

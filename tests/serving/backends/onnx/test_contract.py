@@ -11,8 +11,10 @@ import pytest
 from tests.serving.backends.backend_contract import (
     check_contract,
     check_contradictions,
+    check_export,
     check_full_row,
     check_logprobs,
+    check_prompt_cache,
     check_scheduled,
     check_seeded,
 )
@@ -94,3 +96,12 @@ def test_short_prompts_of_different_lengths_give_the_same_tokens_in_one_pass(mak
     second = [result.token for result in backend.step(after)]
     expected = [generate(unbatched, prompt, 2) for prompt in prompts]
     assert [list(pair) for pair in zip(first, second, strict=True)] == expected
+
+
+def test_an_exported_slot_is_the_same_in_another_slot(make: Make) -> None:
+    reference = greedy_unbatched(make(onnx_folder("llama-fp32"), slots=1))
+    check_export(make(onnx_folder("llama-fp32")), reference)
+
+
+def test_a_prompt_cache_gives_the_answers_of_more_slots(make: Make) -> None:
+    check_prompt_cache(make, onnx_folder("llama-fp32"), cached={"context_tokens": 256})
