@@ -254,7 +254,7 @@ def no_capacity_note(rows: Sequence[Sequence[TableCell]]) -> str:
 
 
 def _takeover_cell(answer: ModelAnswer) -> TableCell:
-    """Return `NVIDIA L40S: 12/s, $1.86/h in bf16 (NVIDIA L4, $0.80/h in fp8)`."""
+    """Return `NVIDIA L40S: 12/s, $1.86/h in bf16`; the GPU in a narrower format is the detail."""
     takeover, gpu = answer.takeover, answer.takeover_gpu
     if takeover is None:
         return TableCell(text="not known")
@@ -269,13 +269,10 @@ def _takeover_cell(answer: ModelAnswer) -> TableCell:
         f"{rate} ({interval}) from its datasheet"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
-    text = f"{gpu.name}: {rate}, {price} in {takeover.weight_format}"
     if narrow := takeover.narrow_gpu:
-        beside = f"or {takeover.narrow_format}"
-        if narrow.name != gpu.name:
-            narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
-            beside = f"({narrow.name}, {narrow_price} in {takeover.narrow_format})"
-        text += f" {beside}"
+        narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
+        detail += f"; in {takeover.narrow_format}: {narrow.name}, {narrow_price}"
+    text = f"{gpu.name}: {rate}, {price} in {takeover.weight_format}"
     return TableCell(text=text, grade="predicted", detail=detail)
 
 

@@ -63,7 +63,7 @@ class Takeover(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def price_words(self) -> str:
-        """Return `NVIDIA L40S ($1.86/h in bf16; in fp8 NVIDIA L4, $0.80/h)`."""
+        """Return `NVIDIA L40S ($1.86/h in bf16; fp8: NVIDIA L4, $0.80/h)`."""
         if self.gpu is None:
             return ""
         narrow, price = self.narrow_gpu, formatting.dollars_per_hour(self.gpu.dollars_per_hour)
@@ -72,7 +72,7 @@ class Takeover(msgspec.Struct, frozen=True, kw_only=True):
         if narrow.name == self.gpu.name:
             return f"{self.gpu.name} ({price} in {self.weight_format} or {self.narrow_format})"
         narrow_price = formatting.dollars_per_hour(narrow.dollars_per_hour)
-        beside = f"in {self.narrow_format} {narrow.name}, {narrow_price}"
+        beside = f"{self.narrow_format}: {narrow.name}, {narrow_price}"
         return f"{self.gpu.name} ({price} in {self.weight_format}; {beside})"
 
 

@@ -76,13 +76,22 @@ def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> No
         {"low": 1.0, "high": 1.5, "estimated_rate": 1.2},  # sharp already
         {"method": "levels"},
         {"speed_moved": 0.5},  # the machine made it wide
-        {"estimated_rate": None},
-        {"estimated_rate": 0.0, "low": 0.0, "high": 0.0},
         {"low": None},
     ],
 )
 def test_no_other_slo_is_named_where_it_would_not_help(changes: dict[str, object]) -> None:
     assert advice(found_of(STRICT, **changes), SERVER, LONG, STRICT) == ""
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_where_no_rate_meets_the_slo_one_is_named_under_which_some_do(rate: float | None) -> None:
+    slow = SERVER.slower(3.0)
+    assert slow.capacity(LONG, STRICT, 500).rate == 0.0
+    text = advice(found_of(STRICT, estimated_rate=rate, low=rate, high=rate), slow, LONG, STRICT)
+    assert "There would be a capacity with another SLO: slo." in text
+    (key, value), *_ = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
+    easier = msgspec.structs.replace(STRICT, **{key: float(value)})
+    assert slow.capacity(LONG, easier, 500).rate > 0
 
 
 def test_an_slo_that_single_requests_miss_is_not_at_its_edge() -> None:
