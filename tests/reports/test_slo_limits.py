@@ -227,7 +227,7 @@ def test_a_plan_states_what_the_report_of_its_run_states_under_the_same_slo() ->
     slo = read_report(DEMO).slo.with_limits(e2e=3.0)
     capacity = cell_under(slo).capacity
     assert capacity is not None and capacity.confirmed_rate is None
-    assert capacity.estimated_rate == pytest.approx(0.0015, rel=0.1)
+    assert capacity.estimated_rate is not None and 0.001 < capacity.estimated_rate < 0.003
     limits = {f"{name}_seconds": limit for name, limit in slo.limits.items()}
     tables: dict[str, object] = {
         "model": MODEL,

@@ -226,7 +226,7 @@ def test_arguments_are_streamed_as_they_are_written(
     tmp_path: Path, template: str, text: str
 ) -> None:
     text = text or tag_call("w " * 60)
-    with serving(scripted(tmp_path, TEMPLATES[template], [text])) as (port, _):
+    with serving(scripted(tmp_path, TEMPLATES[template], [text], step_seconds=0.02)) as (port, _):
         answer = chat(port, seed=0, temperature=0, stream=True, tools=[WRITE])
     message, finish = joined(answer)
     assert (json.loads(message["calls"][0]), finish) == ({"text": "w " * 60}, "tool_calls")

@@ -92,7 +92,6 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"con
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": "[PAD]", "max_tokens": 4},  # a special token's text is plain in completions
         {"min_tokens": 4, "max_tokens": 8, "temperature": 1, "seed": 1},  # bans the end tokens
         {"max_tokens": 8, "response_format": FORM},
         {"max_tokens": 8, "grammar": 'root ::= "[PAD]" | "a"'},
@@ -105,6 +104,13 @@ def test_the_folders_own_end_tokens_index_nothing(
     port, supervisor = served_folder
     assert complete(port, **fields).status == 200
     assert chat(port, max_tokens=4).status == 200 and supervisor.restarts == 0
+
+
+def test_the_text_of_a_token_beyond_the_rows_is_refused(served_folder: tuple[int, Any]) -> None:
+    port, supervisor = served_folder
+    answer = complete(port, prompt="[PAD]", max_tokens=4)
+    assert (answer.status, answer.error["code"]) == (400, "token_out_of_range")
+    assert supervisor.restarts == 0
 
 
 def test_a_beginning_beyond_the_rows_is_left_out() -> None:
