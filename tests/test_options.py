@@ -22,6 +22,7 @@ from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
+from crossover.reports.cli.size_command import SizeOptions
 from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.option_help import flags_of, texts_in, texts_of
 from crossover.serving.server_options import ServeOptions
@@ -30,7 +31,7 @@ from crossover.serving.workload.request_lengths import Workload
 
 COMMANDS: list[type[msgspec.Struct]] = [
     *(CalibrateOptions, CommandOptions, CompareOptions, PlanOptions, QuickOptions),
-    *(ReportOptions, ServeOptions),
+    *(ReportOptions, ServeOptions, SizeOptions),
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),

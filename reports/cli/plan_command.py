@@ -8,6 +8,7 @@ crossover plan --model 8b --rate 0.5
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,21 +116,24 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         forecast = tables.get("forecast", {})
         other_keys = {name: forecast[name] for name in forecast if name not in RATE_KEYS}
         tables["forecast"] = {**other_keys, "peak_rate": options.rate}
-    if options.price is not None and (not options.run or not 0 <= options.price < math.inf):
-        raise ReportError(
-            f"--price {options.price:g} must be 0 or more: the $/h of the machine of --run."
-        )
-    price_keys: dict[str, Any] = {}
-    if options.price is not None:
-        price_keys = {"is_paid": not options.price}
-        if options.price:
-            price_keys["dollars_per_hour"] = options.price
-    # Paths on the command line are relative to the current folder, those in the file to its folder.
-    machines = [{"run": str(path.absolute()), **price_keys} for path in options.run or []]
+    machines = run_tables(options.run or [], options.price)
     machines += [{"file": str(path.absolute())} for path in options.machine or []]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
+
+
+def run_tables(runs: Sequence[Path], price: float | None) -> list[dict[str, Any]]:
+    """Return the [[machines]] of --run and --price. Raises ReportError for a wrong price."""
+    if price is not None and (not runs or not 0 <= price < math.inf):
+        raise ReportError(f"--price {price:g} must be 0 or more: the $/h of the machine of --run.")
+    price_keys: dict[str, Any] = {}
+    if price is not None:
+        price_keys = {"is_paid": not price}
+        if price:
+            price_keys["dollars_per_hour"] = price
+    # Paths on the command line are relative to the current folder, those in the file to its folder.
+    return [{"run": str(path.absolute()), **price_keys} for path in runs]
 
 
 def _write_chart(path: Path, cost_plan: Plan) -> None:

@@ -31,7 +31,7 @@ from statistics import fmean
 import numpy as np
 from scipy.optimize import nnls
 
-from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
+from crossover.loadtests.capacity.machine_file import ModelSteps, read_machine_file
 from crossover.loadtests.errors import LoadError
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import gguf_names, weight_bytes
@@ -56,33 +56,40 @@ def calibrated_machine(path: Path) -> Machine:
         file = read_machine_file(path)
     except LoadError as problem:
         raise ReportError(str(problem)) from problem
-    policy = file.models[0].server.settings
+    return machine_of_models(file.name, file.models, file.hardware.memory_bytes)
+
+
+def machine_of_models(
+    name: str, models: Sequence[ModelSteps], memory_bytes: float | None
+) -> Machine:
+    """Return a machine of which the step times of these models, at least one, were measured."""
+    policy = models[0].server.settings
     return Machine(
-        name=file.name,
+        name=name,
         step_times=lambda spec, weight_format, slots, devices: _step_times(
-            file, spec, weight_format, devices
+            name, models, spec, weight_format, devices
         ),
         slots=policy.slots,
         policy=policy,
-        memory_bytes=file.hardware.memory_bytes,
+        memory_bytes=memory_bytes,
     )
 
 
 def _step_times(
-    file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
+    name: str, models: Sequence[ModelSteps], spec: ModelSpec, weight_format: str, devices: int
 ) -> PredictedSteps:
     """Return the step-time model of a model, with its uncertainty.
 
     Raises ReportError for several devices, and for a format about which nothing is known.
     """
     if devices > 1:
-        raise ReportError(f"{file.name}: several machines cannot share a step. Use replicas")
-    same_format = [steps for steps in file.models if steps.weight_format == weight_format]
+        raise ReportError(f"{name}: several machines cannot share a step. Use replicas")
+    same_format = [steps for steps in models if steps.weight_format == weight_format]
     for steps in same_format:
         if steps.model.name == spec.name:
             return PredictedSteps(steps.server.step_times, SAME_HALF_WIDTH)
     if not same_format:
-        nearest = _models_of_nearest_format(file, spec, weight_format)
+        nearest = _models_of_nearest_format(name, models, spec, weight_format)
         return PredictedSteps(_fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH)
     is_mixture = spec.experts is not None
     has_same_kind = any((steps.model.experts is not None) == is_mixture for steps in same_format)
@@ -91,20 +98,22 @@ def _step_times(
 
 
 def _models_of_nearest_format(
-    file: MachineFile, spec: ModelSpec, weight_format: str
+    name: str, models: Sequence[ModelSteps], spec: ModelSpec, weight_format: str
 ) -> list[ModelSteps]:
     """Return the models that were measured in the format of the nearest size. Raises ReportError if
     sizes cannot be compared."""
-    measured_formats = list(dict.fromkeys(steps.weight_format for steps in file.models))
-    comparable = [name for name in measured_formats if name in gguf_names()]
+    measured_formats = list(dict.fromkeys(steps.weight_format for steps in models))
+    comparable = [measured for measured in measured_formats if measured in gguf_names()]
     if weight_format not in gguf_names() or not comparable:
         raise ReportError(
-            f"The machine {file.name!r} was calibrated with {', '.join(measured_formats)}, which "
+            f"The machine {name!r} was calibrated with {', '.join(measured_formats)}, which "
             f"says nothing about {weight_format}"
         )
     size_bytes = weight_bytes(spec, weight_format)
-    nearest = min(comparable, key=lambda name: abs(math.log(weight_bytes(spec, name) / size_bytes)))
-    return [steps for steps in file.models if steps.weight_format == nearest]
+    nearest = min(
+        comparable, key=lambda measured: abs(math.log(weight_bytes(spec, measured) / size_bytes))
+    )
+    return [steps for steps in models if steps.weight_format == nearest]
 
 
 # What the numbers of a step-time model grow with (the module's docstring has the formulas).

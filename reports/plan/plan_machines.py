@@ -6,7 +6,7 @@
 A run of the same model with the same requests gives the capacity that its report states under the
 SLO of the plan, which may be confirmed. For other requests, the step-time model of the run is
 simulated, and the capacity is estimated. The capacity of a machine.json file or a catalog device is
-predicted.
+predicted, and so is that of a model that the run did not measure.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import msgspec
 import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
+from crossover.loadtests.capacity.machine_file import ModelSteps
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import calibrated_machine
+from crossover.reports.devices.calibrated_machines import calibrated_machine, machine_of_models
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -36,7 +37,7 @@ from crossover.reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_costs import Candidate
@@ -86,10 +87,15 @@ def _read_run(folder: Path, slo: Slo | None = None) -> ReportData:
 
 
 def _report_of(question: Question, run: str) -> ReportData:
-    """Return the report of a run under the SLO of the plan, so that plan and report agree."""
+    """Return the report of a run under the SLO of the plan, so that plan and report agree. If the
+    run did not send the plan's requests, only its step times are used, which need no other SLO."""
     folder = question.folder / run
     own = _read_run(folder)
-    return own if own.slo.is_same_promise(question.slo) else _read_run(folder, question.slo)
+    if own.slo.is_same_promise(question.slo):
+        return own
+    if not any(_has_measured_requests(cell, question) for cell in own.cells):
+        return own
+    return _read_run(folder, question.slo)
 
 
 def candidates_of(
@@ -123,6 +129,11 @@ def candidates_of(
             machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
         candidates.append(_predicted_candidate(question, machine, question.gpu_format))
     return candidates
+
+
+def rented_candidate(question: Question, device: Device, count: int) -> Candidate:
+    """Return a device to rent, of which `count` share each step."""
+    return _candidate_of_count(question, machine_of(device), question.gpu_format, count)
 
 
 def _prices_by_device(question: Question) -> dict[str, float]:
@@ -169,15 +180,19 @@ def _predicted_candidate(question: Question, machine: Machine, weight_format: st
     """Return a machine that no run measured, with the smallest number of devices that share a step
     and have a capacity above 0. If no number of them has, return one device, with the reason."""
 
-    def capacity_with(count: int) -> DeviceCapacity:
-        service = Service(machine, question.spec, weight_format, Traffic(question.demand), count)
-        return capacity_of(service, question.slo)
-
     for count in TENSOR_PARALLEL_SIZES:
-        capacity = capacity_with(count)
-        if capacity.rate:
-            return _candidate(capacity, machine.price_date)
-    return _candidate(capacity_with(1), machine.price_date)
+        candidate = _candidate_of_count(question, machine, weight_format, count)
+        if candidate.rate:
+            return candidate
+    return _candidate_of_count(question, machine, weight_format, 1)
+
+
+def _candidate_of_count(
+    question: Question, machine: Machine, weight_format: str, count: int
+) -> Candidate:
+    """Return a machine that no run measured, of whose devices `count` share each step."""
+    service = Service(machine, question.spec, weight_format, Traffic(question.demand), count)
+    return _candidate(capacity_of(service, question.slo), machine.price_date)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
@@ -209,9 +224,17 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
                 f"Run {data.manifest.run_id} has no capacity of any model yet. Continue it with "
                 f"`crossover campaign resume {data.folder}`, or remove the run from the plan"
             )
+        models = _models_with_steps(data)
+        if models:
+            memory_bytes = data.facts.get("memory_total_bytes")
+            machine = machine_of_models(machine_words(data), models, memory_bytes)
+            weight_format = question.keys.format or models[-1].weight_format
+            candidate = _predicted_candidate(question, machine, weight_format)
+            return [_priced(question, data, keys, candidate)]
         raise BadPlan(
             f"Run {data.manifest.run_id} measured {', '.join(measured_models)}, not "
-            f"{question.spec.name}. Use a model that it measured, or remove the run from the plan"
+            f"{question.spec.name}, and has no step times from which it could be predicted. Use a "
+            "model that it measured, or remove the run from the plan"
         )
     devices = [_candidate_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
     if len(devices) == 1:
@@ -228,6 +251,24 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
     if len(question.keys.machines) > 1 and keys.name is None:
         candidates = [msgspec.structs.replace(candidate, label="") for candidate in candidates]
     return [_priced(question, data, keys, candidate) for candidate in candidates]
+
+
+def _models_with_steps(data: ReportData) -> list[ModelSteps]:
+    """Return the models whose step times a run measured on the CPU, the largest last. From them
+    those of other models are predicted, as of a machine that was calibrated."""
+    return [
+        ModelSteps(
+            backend=cell.backend,
+            model=cell.spec,
+            weight_format=cell.weight_format,
+            server=cell.server,
+        )
+        for cell in data.cells
+        if cell.side == CPU
+        and cell.spec is not None
+        and cell.server is not None
+        and cell.weight_format
+    ]
 
 
 def _cpu_and_gpu(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
@@ -288,7 +329,11 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     watts = _loaded_watts(cell)
     if _has_measured_requests(cell, question):
         candidate = _measured_candidate(name, cell.capacity, watts)
-        return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
+        return msgspec.structs.replace(
+            candidate,
+            binding=binding_of(cell, question.slo),
+            answer_seconds=cell.answer_seconds,
+        )
     if cell.server is None:
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
