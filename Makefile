@@ -74,6 +74,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow $$(grep -rl "mark\.slow" tests --include="test_*.py")
 
+# An hour and ten minutes, by hand: memory, descriptors and answers of a server, and kills.
+soak: $(STAMP)
+	$(BIN)/python -m tests.bench.pressure soak --seconds 3600 --rate 10
+	$(BIN)/python -m tests.chaos --minutes 10
+
 # Without constraints.txt: uv takes the lowest version that each requirement in pyproject.toml allows.
 test-lowest:
 	test -x $(LOWEST_VENV)/bin/uv || { $(PYTHON) -m venv $(LOWEST_VENV) && $(LOWEST_VENV)/bin/pip install --quiet uv; }

@@ -12,6 +12,7 @@ predicted.
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -138,9 +139,12 @@ def _processes(count: int) -> Iterator[Callable[..., Iterable[Candidate]]]:
     if workers < 2:
         yield map
         return
-    # Ctrl-C interrupts this process, which then kills them.
-    is_ignored = (signal.SIGINT, signal.SIG_IGN)
-    with get_context("fork").Pool(workers, signal.signal, is_ignored) as pool:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads, which may hold locks. These processes compute
+        # and take none. Ctrl-C interrupts this process only, which then kills them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = get_context("fork").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with pool:
         yield pool.imap
 
 
