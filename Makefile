@@ -33,7 +33,7 @@ LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_AR
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 PACKAGES = models serving loadtests reports
-.PHONY: links demo test test-slow test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: links demo test test-slow test-lowest scale-test test-vulkan soak llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
@@ -47,6 +47,7 @@ help:
 	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
 	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
 	@echo "                       AIPerf and vllm bench serve against this server (installs 4 GB)"
+	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
 	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"
