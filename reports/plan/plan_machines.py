@@ -112,7 +112,7 @@ def candidates_of(
         if names is None:
             listed_names = [device.name for device in priced_gpus()]
             names = list(dict.fromkeys([*listed_names, *your_prices]))
-        devices = [device_named(name) for name in names]
+        devices = list(dict.fromkeys(device_named(name) for name in names))
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
