@@ -27,9 +27,9 @@ from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.reports.plan.plan_costs import Candidate, ordered_options
 from crossover.reports.plan.plan_file import Question
 from crossover.reports.plan.plan_machines import (
+    candidate_of_group,
     candidates_of,
     question_of_tables,
-    rented_candidate,
 )
 from crossover.reports.plan.tasks import Task
 from crossover.serving.capacity.slo import Slo
@@ -178,7 +178,7 @@ def _cheapest_row(question: Question, candidate: Candidate, team: Team) -> SizeR
     row, count = _row(question, candidate, team), candidate.devices
     while row.machines != 1 and candidate.rate and 2 * count <= max(TENSOR_PARALLEL_SIZES):
         count *= 2
-        larger = rented_candidate(question, device_named(candidate.device), count)
+        larger = candidate_of_group(question, device_named(candidate.device), count)
         larger_row = _row(question, larger, team)
         if _rank(larger_row) >= _rank(row):
             break
