@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from crossover.loadtests.campaign.campaign_file import CampaignFile
-from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import ColdStartKeys, ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import PRESETS, SESSION_PRESETS
@@ -40,9 +40,10 @@ def campaign_keys() -> list[str]:
 
 def plan_keys() -> list[str]:
     """For docs/plan.md."""
-    tables = ("forecast", "machines", "workload", "slo")
+    tables = ("forecast", "machines", "workload", "slo", "cold_start")
     out = _table("Top of the file", PlanFile, tables)
     out += ["", *_table("[forecast]", ForecastKeys)]
+    out += ["", *_table("[cold_start]", ColdStartKeys)]
     return [*out, "", *_table("[[machines]]", MachineKeys)]
 
 

@@ -117,7 +117,7 @@ def topics() -> list[str]:
     return lines
 
 
-def plan_output(name: str, **keys: str) -> str:
+def plan_output(name: str, **keys: object) -> str:
     """What `crossover plan` says to a file of docs/plan-examples, with other `keys`."""
     folder = ROOT / "docs" / "plan-examples"
     tables = read_toml(folder / f"{name}.toml", BadPlan)[0] | keys
@@ -172,6 +172,15 @@ def tasks() -> list[str]:
 def wrapped(text: str) -> list[str]:
     """An item of a list, in lines of 100 columns."""
     return textwrap.wrap(text, TEXT_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def cold_start_output() -> list[str]:
+    """The cold starts of docs/plan-examples/cold-start.toml with the run of docs/results/demo, as a
+    block of Markdown."""
+    run = str(ROOT / "docs" / "results" / "demo")
+    text = plan_output("cold-start", model="360m", machines=[{"run": run}])
+    _, _, cold_starts, *_ = text.split("\n\n")
+    return ["```", *cold_starts.splitlines(), "```"]
 
 
 def families() -> list[str]:
@@ -248,6 +257,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/plan.md": {
         "mlperf": partial(in_a_block, "mlperf-8b"),
         "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
+        "cold-start": cold_start_output,
         "keys": plan_keys,
     },
     "docs/size.md": {"chat": sizing_output, "tasks": tasks},

@@ -20,7 +20,10 @@ import msgspec
 
 from crossover.models import formatting
 from crossover.reports.devices.device_capacity import CapacityGrade, Certainty, DeviceCapacity
+from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
+from crossover.reports.devices.load_seconds import predicted_load_seconds
+from crossover.reports.plan.cold_start import Bridge, ColdStart, cold_start
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast, Load
 from crossover.reports.plan.plan_file import Question
 from crossover.serving.capacity.binding_limit import BindingLimit
@@ -52,6 +55,7 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
     gpu_name: str = ""  # the machine's GPU; "": it has none
     label: str = ""  # title of its row, such as `your GPU`; "": the machine's name
     binding: BindingLimit | None = None  # None: not known, or the capacity is predicted
+    load_seconds: float | None = None  # measured: how long it takes to load the model
     # Devices of one machine that serve together: the first serves up to its low end, the next takes
     # the load above it. (): the candidate is one device, or serves as a whole.
     parts: tuple[Candidate, ...] = ()
@@ -191,6 +195,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...]  # facts that would make the plan more certain, as phrases
     binding: dict[str, BindingLimit] = {}  # machine -> what limits it
     price_date: str = ""  # the oldest date of a list price; "": there is no list price
+    cold_starts: tuple[ColdStart, ...] = ()  # of the machines to show, if the plan file asks for it
     # Title of an option -> its cost curve.
     cost_curves: dict[str, list[CurvePoint]] = {}
 
@@ -229,6 +234,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         price_date=min(
             (candidate.price_date for candidate in candidates if candidate.price_date), default=""
         ),
+        cold_starts=tuple(_cold_starts(question, candidates, _rows(options))),
         cost_curves=_cost_curves(question, candidates, _rows(options)[:MAX_CURVES]),
     )
 
@@ -438,6 +444,57 @@ def _cost_curves(
                 point_on_curve = CurvePoint(forecast.peak_rate, option.dollars)
                 curves.setdefault(option.title, []).append(point_on_curve)
     return curves
+
+
+def _cold_starts(
+    question: Question, candidates: Sequence[Candidate], rows: Sequence[Option]
+) -> Iterator[ColdStart]:
+    """Yield what stopping does for each machine that is shown and whose time to load is known.
+    While a rented machine starts, the one of yours that serves the highest rate is the bridge."""
+    keys = question.keys.cold_start
+    if keys is None:
+        return
+    bridges = [
+        Bridge(candidate.name, candidate.low * candidate.owned)
+        for candidate in candidates
+        if candidate.owned and candidate.low
+    ]
+    bridge = max(bridges, key=lambda one: one.rate, default=None)
+    by_name = {candidate.name: candidate for candidate in candidates}
+    shown_names = [row.machine for row in rows if row.kind in ("rented", "as it is")]
+    for candidate in (by_name[name] for name in dict.fromkeys(shown_names)):
+        load_seconds = candidate.load_seconds
+        if load_seconds is None:
+            load_seconds = _predicted_load_seconds(question, candidate)
+        machine_rate = candidate.low or candidate.high
+        if load_seconds is None or not machine_rate:
+            continue
+        is_rented = not candidate.owned
+        yield cold_start(
+            candidate.name,
+            load_seconds=load_seconds,
+            is_measured=candidate.load_seconds is not None,
+            machine_seconds=keys.machine_seconds if is_rented else 0.0,
+            idle_seconds=keys.idle_minutes * 60,
+            loads=question.forecast.loads,
+            arrivals=question.keys.forecast.arrivals,
+            machine_rate=machine_rate,
+            dollars_per_hour=candidate.dollars_per_hour if is_rented else None,
+            bridge=bridge if is_rented else None,
+        )
+
+
+def _predicted_load_seconds(question: Question, candidate: Candidate) -> float | None:
+    """Return the predicted seconds to load the model on a rented device; None: not known."""
+    if candidate.owned or question.keys.cold_start is None:
+        return None
+    return predicted_load_seconds(
+        device_named(candidate.device),
+        question.spec,
+        question.gpu_format,
+        candidate.devices,
+        question.keys.cold_start.disk_gb_per_second,
+    )
 
 
 def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iterator[str]:

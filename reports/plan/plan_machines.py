@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -361,12 +362,14 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
+    load_seconds = median(cell.load_seconds) if cell.load_seconds else None
     if _has_measured_requests(cell, question):
         candidate = _measured_candidate(name, cell.capacity, watts)
         return msgspec.structs.replace(
             candidate,
             binding=binding_of(cell, question.slo),
             answer_seconds=cell.answer_seconds,
+            load_seconds=load_seconds,
         )
     if cell.server is None:
         raise BadPlan(
@@ -389,7 +392,9 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
         watts=watts,
     )
     service = Service(machine, question.spec, cell.weight_format, Traffic(question.demand, server))
-    candidate = _candidate(capacity_of(service, question.slo))
+    candidate = msgspec.structs.replace(
+        _candidate(capacity_of(service, question.slo)), load_seconds=load_seconds
+    )
     if candidate.rate is None or not question.slo.limits:
         return candidate
     simulated = server.simulated(question.demand)

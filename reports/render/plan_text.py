@@ -16,6 +16,7 @@ from crossover.models.tables import Column, Table, table_of, terminal_table
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.plan_costs import Option, Plan
+from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
@@ -34,6 +35,11 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         console.print()
         console.print(terminal_table(_options(plan)))
         console.print()
+        if plan.cold_starts:
+            console.print(terminal_table(cold_start_table(plan.cold_starts)))
+            for sentence in cold_start_sentences(plan.cold_starts):
+                console.print(sentence)
+            console.print()
         sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan)]
         sentences += [*_notes(plan), "", *_explanations(plan)]
         for sentence in sentences:
