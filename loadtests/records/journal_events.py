@@ -236,6 +236,22 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     weight_format: str
     reason: str  # includes the estimated capacity of each other engine, or why it cannot be used
     threads: int | None = None  # chosen among several numbers; None: only the default was tried
+    slots: int | None = None  # None: as the campaign says, or the default, since nothing was timed
+
+
+class SlotsChosen(Event, frozen=True, kw_only=True):
+    """The number of slots with which the engine of a cell has the highest capacity by its
+    calibration. If it is another number, the server is started again."""
+
+    cell: str
+    slots: int
+    rate: float  # the simulated capacity with them, requests/s
+    previous_slots: int
+    previous_rate: float  # ... and with these
+
+    @property
+    def is_change(self) -> bool:
+        return self.slots != self.previous_slots
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
