@@ -25,7 +25,7 @@ from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import calibrated_machine
+from crossover.reports.devices.calibrated_machines import machines_of_file
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -140,8 +140,14 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
         if keys.run is not None:
             candidates = _candidates_of_run(question, _report_of(question, keys.run), keys)
         elif keys.file is not None:
-            machine = calibrated_machine(question.folder / keys.file)
-            candidates = [_predicted_candidate(question, machine, question.weight_format)]
+            candidates = [
+                _predicted_candidate(
+                    question,
+                    measured.machine,
+                    question.weight_format if measured.device == CPU else question.gpu_format,
+                )
+                for measured in machines_of_file(question.folder / keys.file)
+            ]
         else:
             machine = machine_of(device_named(str(keys.device)))
             candidates = [_predicted_candidate(question, machine, question.gpu_format)]
