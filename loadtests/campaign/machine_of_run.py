@@ -7,6 +7,7 @@ from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, h
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.journal_events import Capacity, CellFinished
 from crossover.loadtests.records.run_folder import RunRecords
+from crossover.models.cpu_names import short_cpu_name
 from crossover.serving.backends.backend_table import BACKENDS
 
 
@@ -45,7 +46,7 @@ def machine_of_run(
     machine_file = MachineFile(
         crossover=manifest.crossover_version,
         measured_on=manifest.created[:10],
-        name=f"{hardware.cpu_model}, {_cores_in_words(hardware.usable_cores)}",
+        name=f"{short_cpu_name(hardware.cpu_model)}, {_cores_in_words(hardware.usable_cores)}",
         hardware=hardware,
         models=tuple(models),
         taken_share=round(min(1.0, max(shares)), 4) if shares else None,
@@ -67,12 +68,12 @@ def _steps_of(record: CellRecord, versions: dict[str, str]) -> ModelSteps:
     spec = cell.spec or (None if ready is None else ready.spec)
     if spec is None or ready is None:
         raise LoadError(f"The shape of {cell.model} is unknown: {cell.model_identity.missing}")
-    registered = BACKENDS.get(cell.backend)  # None: another project's engine
+    registered = BACKENDS.get(cell.backend)  # None: another project's engine, by its name
     library = None if registered is None else registered.distribution
     capacity = record.ended.capacity if isinstance(record.ended, CellFinished) else None
     return ModelSteps(
         device="gpu" if record.device == "gpu" else "cpu",
-        backend=cell.engine or cell.backend,
+        backend=cell.backend,
         version=versions.get(library or "", ""),
         model=spec,
         weight_format=cell.weight_format,

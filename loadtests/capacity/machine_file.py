@@ -27,6 +27,7 @@ from crossover.serving.option_help import Count, Positive, Seconds
 VERSION: Literal[5] = 5
 
 MAX_CHARACTERS = 200
+CONTEXT_TOKENS = 256.0  # of each stream, where a speed in tokens/s is given
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
 PartOfOne = Annotated[float, Meta(ge=0, le=1)]
 
@@ -70,6 +71,10 @@ class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Factor by which steps took longer under load, as load levels showed; None: no level did.
     load_factor: Positive | None = None
     spent_seconds: Seconds = 0.0
+
+    def decode_tokens_per_second(self, streams: int) -> float:
+        """Return the output tokens per second of so many requests together, without prompts."""
+        return streams / self.server.step_times.seconds(streams, 0, streams * CONTEXT_TOKENS)
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

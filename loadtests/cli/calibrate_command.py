@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # maximum measuring time for each model
-# Lengths for which speeds are printed.
-PROMPT_TOKENS = 512
-CONTEXT_TOKENS = 256.0  # of each stream
+PROMPT_TOKENS = 512  # for which the speed is printed
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +90,7 @@ def speeds_in_words(machine_file: MachineFile) -> list[str]:
         prompt_rate = PROMPT_TOKENS / step_times.seconds(0, PROMPT_TOKENS, 0)
         decode_rates = []
         for rows in dict.fromkeys((1, model.server.settings.slots)):
-            decode_rate = rows / step_times.seconds(rows, 0, rows * CONTEXT_TOKENS)
+            decode_rate = model.decode_tokens_per_second(rows)
             decode_rates.append(f"{significant(decode_rate)} with {rows}")
         lines.append(
             f"{model.model.name} {model.weight_format} on {model.backend}: "
