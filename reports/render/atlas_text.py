@@ -22,19 +22,15 @@ CAPACITY_NOTE = (
 def capacities(atlas: Atlas) -> Table:
     """Return the table of devices by models, with the capacity of the best engine for each."""
 
-    def words(measured: MeasuredMachine, model: str) -> str:
-        entry = atlas.best(measured, model)
-        return NOT_ON_IT if entry is None else atlas.capacity_words(entry)
+    def column_of(model: str) -> Column[MeasuredMachine]:
+        def words(measured: MeasuredMachine) -> str:
+            entry = atlas.best(measured, model)
+            return NOT_ON_IT if entry is None else atlas.capacity_words(entry)
 
-    columns = [
-        Column[MeasuredMachine](
-            model, "number", lambda measured, model=model: words(measured, model)
-        )
-        for model in atlas.models
-    ]
-    return table_of(
-        atlas.machines, Column("machine", "text", lambda measured: measured.name), *columns
-    )
+        return Column(model, "number", words)
+
+    name = Column[MeasuredMachine]("machine", "text", lambda measured: measured.name)
+    return table_of(atlas.machines, name, *map(column_of, atlas.models))
 
 
 def details(atlas: Atlas) -> Table:
