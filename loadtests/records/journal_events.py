@@ -143,6 +143,8 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     threads: int | None = None
     prefix_reuse: str | None = None  # what the engine reuses, as a phrase
     predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
+    # Share of its memory on the NUMA nodes that it was given; None: it was given none.
+    memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
     stored_tokens: int | None = None  # of its prompt cache
     copy_token_seconds: float | None = None  # of a token to or from it
