@@ -66,6 +66,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "crossover.reports.cli.size_command:size",
         "Count the users that each machine carries with each model, and the machines for a team.",
     ),
+    "atlas": (
+        "crossover.reports.cli.atlas_command:atlas",
+        "Compare what measured machines serve, by the price of their tokens, on one page.",
+    ),
     "report": (
         "crossover.reports.cli.report_command:report",
         "Turn a run into one HTML page, Markdown, CSV or JSON.",

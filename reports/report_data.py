@@ -39,6 +39,7 @@ from crossover.loadtests.records.journal_events import (
     LevelAbandoned,
     LevelFinished,
     NeverQuiet,
+    SlotsChosen,
     device_of,
     of_kind,
 )
@@ -186,6 +187,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ready: CellReady | None = None  # the event of its last server
     load_seconds: tuple[float, ...] = ()  # of each time that the model was loaded, in order
     engine_choice: EngineChosen | None = None  # None: the campaign named its engine
+    slots_choice: SlotsChosen | None = None  # None: its slots were not chosen
+    are_slots_set: bool = False  # by the campaign
     never_idle_reason: str = ""  # "": the machine was idle before the configuration was measured
 
     @property
@@ -549,6 +552,8 @@ def _cell_of(
         ready=ready,
         load_seconds=tuple(seconds for seconds in load_seconds if seconds is not None),
         engine_choice=engine_choice,
+        slots_choice=_last(events, SlotsChosen),
+        are_slots_set=entry.get("slots") is not None,
         never_idle_reason="" if never_quiet is None else never_quiet.reason,
     )
 

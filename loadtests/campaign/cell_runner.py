@@ -45,6 +45,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.models import formatting
+from crossover.serving.backends.backend_table import spec_of
 from crossover.serving.capacity.batching_simulator import Reuse
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -56,12 +57,14 @@ from crossover.serving.capacity.simulated_capacity import (
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slot_count import best_slots
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
 MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
 MAX_BURST_TRIES = 2
+RECALIBRATION_SECONDS = 10.0  # least time for the bursts after a restart with other slots
 
 
 class CellRun:
@@ -77,8 +80,10 @@ class CellRun:
         clock: Callable[[], float],
         *,
         confirms: bool = True,
+        max_slots: int | None = None,
     ) -> None:
-        """`confirms`: False if the cell is only to be estimated."""
+        """`confirms`: False if the cell is only to be estimated. `max_slots`: those that its memory
+        has room for; None: its slots are not chosen here."""
         self.state = state
         self.cell_block = cell_block
         self.progress = progress
@@ -86,6 +91,7 @@ class CellRun:
         self.campaign = state.campaign
         self.slo = state.campaign.slo
         self.confirms = confirms
+        self.max_slots = max_slots
         # The rate in whose unit all rates of this cell are written; None: none is estimated yet.
         self.unit_rate: float | None = None
 
@@ -221,12 +227,13 @@ class CellRun:
             if level.is_burst and not level.is_set_aside
         }
         until_seconds = self.cell_block.until_seconds
+        kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
         number = 0
 
         def send(burst: Burst) -> Level:
             nonlocal number
             number += 1
-            name = f"burst.{number}"
+            name = f"{kind}.{number}"
             if (recorded := recorded_bursts.get(f"{state.key}#{name}")) is not None:
                 return recorded.undisturbed
             for tries in range(1, MAX_BURST_TRIES + 1):
@@ -277,6 +284,38 @@ class CellRun:
         else:
             words = f"no step-time model, {calibration.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
+        self._choose_slots()
+
+    def _choose_slots(self) -> None:
+        """Record the best number of slots by the calibration. If another number would be better,
+        and the time that is left does not pay for starting the server and calibrating again,
+        nothing is recorded."""
+        state, calibrated = self.state, self.state.calibrated
+        if self.max_slots is None or state.slots_choice is not None:
+            return
+        if calibrated is None or calibrated.server is None:
+            return
+        self.progress.tick(f"{state.key}: simulating other numbers of slots")
+        choice = best_slots(
+            calibrated.server.slower(LOADED).simulated(demand_of(self.campaign)),
+            self.slo,
+            max_slots=self.max_slots,
+            doubling_cost=spec_of(state.cell.backend).slot_doubling_cost,
+        )
+        is_change = choice.is_worth_a_restart
+        left_seconds = self.cell_block.until_seconds - state.spent_seconds
+        load_seconds = (state.ready and state.ready.load_seconds) or 0.0
+        if is_change and left_seconds < load_seconds + RECALIBRATION_SECONDS:
+            return
+        state.record(
+            journal.SlotsChosen(
+                cell=state.key,
+                slots=choice.slots if is_change else choice.present_slots,
+                rate=choice.rate if is_change else choice.present_rate,
+                previous_slots=choice.present_slots,
+                previous_rate=choice.present_rate,
+            )
+        )
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
         """Return how much of the histories of conversations the server found in its cache, and in
@@ -329,6 +368,8 @@ def cell_progress(
         min_level_seconds=record.min_level_seconds,
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
+        slots_choice=record.slots_choice,
+        needs_restart=record.needs_restart,
     )
 
 

@@ -44,6 +44,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     run: list[Path] | None = None
     price: float | None = None
     machine: list[Path] | None = None
+    machines: list[Path] | None = None
     chart: Path | None = None
     as_json: bool = False
     devices: bool = False
@@ -116,15 +117,18 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         forecast = tables.get("forecast", {})
         other_keys = {name: forecast[name] for name in forecast if name not in RATE_KEYS}
         tables["forecast"] = {**other_keys, "peak_rate": options.rate}
-    machines = run_tables(options.run or [], options.price)
-    machines += [{"file": str(path.absolute())} for path in options.machine or []]
+    machines = own_tables(options.run or [], options.price, options.machine or [])
+    machines += measured_tables(options.machines or [])
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
 
 
-def run_tables(runs: Sequence[Path], price: float | None) -> list[dict[str, Any]]:
-    """Return the [[machines]] of --run and --price. Raises ReportError for a wrong price."""
+def own_tables(
+    runs: Sequence[Path], price: float | None, files: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Return the [[machines]] of --run, --price and --machine. Raises ReportError for a wrong
+    price."""
     if price is not None and (not runs or not 0 <= price < math.inf):
         raise ReportError(f"--price {price:g} must be 0 or more: the $/h of the machine of --run.")
     price_keys: dict[str, Any] = {}
@@ -133,7 +137,17 @@ def run_tables(runs: Sequence[Path], price: float | None) -> list[dict[str, Any]
         if price:
             price_keys["dollars_per_hour"] = price
     # Paths on the command line are relative to the current folder, those in the file to its folder.
-    return [{"run": str(path.absolute()), **price_keys} for path in runs]
+    tables = [{"run": str(path.absolute()), **price_keys} for path in runs]
+    return [*tables, *({"file": str(path.absolute())} for path in files)]
+
+
+def measured_tables(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the [[machines]] of --machines: to rent, at the prices in their files. Raises
+    ReportError."""
+    from crossover.reports.devices.calibrated_machines import read_machines
+
+    files = dict.fromkeys(str(machine.path.absolute()) for machine in read_machines(paths))
+    return [{"file": file, "owned": 0, "is_paid": False} for file in files]
 
 
 def _write_chart(path: Path, cost_plan: Plan) -> None:

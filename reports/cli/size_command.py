@@ -6,15 +6,19 @@ crossover size --users 20 --task rag --models 1b --run runs/ID --format page > o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
-from crossover.reports.cli.plan_command import PROGRESS_SECONDS, TEXT_COLUMNS, run_tables
+from crossover.reports.cli.plan_command import (
+    PROGRESS_SECONDS,
+    TEXT_COLUMNS,
+    measured_tables,
+    own_tables,
+)
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.slo import parse_slo
 from crossover.serving.cli.command_of_options import command_of
@@ -30,6 +34,7 @@ class SizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     slo: str | None = None
     run: list[Path] | None = None
     price: float | None = None
+    machine: list[Path] | None = None
     machines: list[Path] | None = None
     device: list[str] | None = None
     gpu_format: str = "bf16"
@@ -60,8 +65,8 @@ def _size(options: SizeOptions) -> None:
         slo = None if options.slo is None else parse_slo(options.slo)
     except ValueError as problem:
         raise ReportError(f"--slo {problem}") from None
-    machines = run_tables(options.run or [], options.price)
-    machines += [table for path in options.machines or [] for table in machine_tables(path)]
+    machines = own_tables(options.run or [], options.price, options.machine or [])
+    machines += measured_tables(options.machines or [])
     with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
         sizing = size(
             task_named(options.task),
@@ -90,27 +95,3 @@ def _size(options: SizeOptions) -> None:
 
 
 size = command_of(SizeOptions, _size)
-
-
-def machine_tables(path: Path) -> list[dict[str, Any]]:
-    """Return the [[machines]] of a plan file for what --machines names: a machine.json, a run
-    folder, or a folder of these. Raises ReportError if there is none."""
-    tables = list(_tables_in(path)) if path.is_dir() else [{"file": str(path.absolute())}]
-    if not tables:
-        raise ReportError(
-            f"--machines {path} has neither run folders nor files of `crossover calibrate` (.json)."
-        )
-    return tables
-
-
-def _tables_in(folder: Path) -> Iterator[dict[str, Any]]:
-    from crossover.loadtests.records.run_folder import MANIFEST
-
-    if (folder / MANIFEST).is_file():
-        yield {"run": str(folder.absolute())}
-        return
-    for path in sorted(folder.iterdir()):
-        if (path / MANIFEST).is_file():
-            yield {"run": str(path.absolute())}
-        elif path.suffix == ".json":
-            yield {"file": str(path.absolute())}

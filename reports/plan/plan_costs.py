@@ -20,7 +20,7 @@ import msgspec
 
 from crossover.models import formatting
 from crossover.reports.devices.device_capacity import CapacityGrade, Certainty, DeviceCapacity
-from crossover.reports.devices.device_catalog import device_named
+from crossover.reports.devices.device_catalog import find_device
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.devices.load_seconds import predicted_load_seconds
 from crossover.reports.plan.cold_start import Bridge, ColdStart, cold_start
@@ -486,10 +486,11 @@ def _cold_starts(
 
 def _predicted_load_seconds(question: Question, candidate: Candidate) -> float | None:
     """Return the predicted seconds to load the model on a rented device; None: not known."""
-    if candidate.owned or question.keys.cold_start is None:
+    device = find_device(candidate.device)
+    if device is None or candidate.owned or question.keys.cold_start is None:
         return None
     return predicted_load_seconds(
-        device_named(candidate.device),
+        device,
         question.spec,
         question.gpu_format,
         candidate.devices,

@@ -24,14 +24,20 @@ import msgspec
 import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
-from crossover.loadtests.capacity.machine_file import ModelSteps
+from crossover.loadtests.campaign.machine_of_run import machine_of_run
+from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.run_folder import read_records
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import calibrated_machine, machine_of_models
+from crossover.reports.devices.calibrated_machines import (
+    MeasuredMachine,
+    machines_of_file,
+    measured_devices,
+)
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -125,7 +131,9 @@ def candidates_of(
     machine_count = len(machines) + len(devices)
     candidates: list[Candidate] = []
     for number, keys in enumerate(machines):
-        report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
+        report_progress(
+            Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
+        )
         candidates += _own_machine(question, keys, number)
     rented = partial(_rented_candidate, question, your_prices)
     with _processes(len(devices)) as map_in_processes:
@@ -186,8 +194,8 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
         if keys.run is not None:
             candidates = _candidates_of_run(question, _report_of(question, keys.run), keys)
         elif keys.file is not None:
-            machine = calibrated_machine(question.folder / keys.file)
-            candidates = [_predicted_candidate(question, machine, question.weight_format)]
+            files = machines_of_file(question.folder / keys.file)
+            candidates = [_candidate_of_file(question, measured) for measured in files]
         else:
             machine = machine_of(device_named(str(keys.device)))
             candidates = [_predicted_candidate(question, machine, question.gpu_format)]
@@ -230,6 +238,28 @@ def _candidate_of_count(
     return _candidate(capacity_of(service, question.slo), machine.price_date)
 
 
+def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:
+    """Return one device of a machine file: estimated with the best of the engines on which it
+    measured the model, else predicted from the models that it measured.
+
+    A plan that names no format for CPUs takes the formats that a CPU was measured in.
+    """
+    weight_format = question.weight_format if measured.device == CPU else question.gpu_format
+    is_any_format = measured.device == CPU and question.keys.format is None
+    of_model = [steps for steps in measured.models if steps.model.name == question.spec.name]
+    in_format = [steps for steps in of_model if steps.weight_format == weight_format]
+    estimated = [
+        _predicted_candidate(question, measured.serving(steps), steps.weight_format)
+        for steps in in_format or (of_model if is_any_format else [])
+    ]
+    if estimated:
+        return max(estimated, key=lambda candidate: candidate.rate or 0.0)
+    measured_formats = [steps.weight_format for steps in measured.models]
+    if is_any_format and weight_format not in measured_formats:
+        weight_format = measured_formats[0]
+    return _predicted_candidate(question, measured.machine, weight_format)
+
+
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
     """Return the best configuration of a model on each side ("cpu", "gpu") that a run measured.
 
@@ -259,13 +289,8 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
                 f"Run {data.manifest.run_id} has no capacity of any model yet. Continue it with "
                 f"`crossover campaign resume {data.folder}`, or remove the run from the plan"
             )
-        models = _models_with_steps(data)
-        if models:
-            memory_bytes = data.facts.get("memory_total_bytes")
-            machine = machine_of_models(machine_words(data), models, memory_bytes)
-            weight_format = question.keys.format or models[-1].weight_format
-            candidate = _predicted_candidate(question, machine, weight_format)
-            return [_priced(question, data, keys, candidate)]
+        if predicted := _predicted_from_run(question, data):
+            return [_priced(question, data, keys, candidate) for candidate in predicted]
         raise BadPlan(
             f"Run {data.manifest.run_id} measured {', '.join(measured_models)}, not "
             f"{question.spec.name}, and has no step times from which it could be predicted. Use a "
@@ -288,21 +313,19 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
     return [_priced(question, data, keys, candidate) for candidate in candidates]
 
 
-def _models_with_steps(data: ReportData) -> list[ModelSteps]:
-    """Return the models whose step times a run measured on the CPU, the largest last. From them
-    those of other models are predicted, as of a machine that was calibrated."""
+def _predicted_from_run(question: Question, data: ReportData) -> list[Candidate]:
+    """Return the devices of a run that did not measure the model, predicted from the models that it
+    measured, as those of a machine file; []: it has no step times."""
+    folder = Path(data.folder)
+    try:
+        file, _ = machine_of_run(read_records(folder))
+    except LoadError:
+        return []
     return [
-        ModelSteps(
-            backend=cell.backend,
-            model=cell.spec,
-            weight_format=cell.weight_format,
-            server=cell.server,
+        msgspec.structs.replace(
+            _candidate_of_file(question, measured), device=machine_words(data, measured.device)
         )
-        for cell in data.cells
-        if cell.side == CPU
-        and cell.spec is not None
-        and cell.server is not None
-        and cell.weight_format
+        for measured in measured_devices(folder, file)
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from crossover.reports.devices.device_capacity import TENSOR_PARALLEL_SIZES, CapacityGrade
-from crossover.reports.devices.device_catalog import device_named
+from crossover.reports.devices.device_catalog import find_device
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.reports.plan.plan_costs import Candidate, ordered_options
 from crossover.reports.plan.plan_file import Question
@@ -176,9 +176,15 @@ def _cheapest_row(question: Question, candidate: Candidate, team: Team) -> SizeR
     Their number is doubled while that costs less, and only where one group does not suffice.
     """
     row, count = _row(question, candidate, team), candidate.devices
-    while row.machines != 1 and candidate.rate and 2 * count <= max(TENSOR_PARALLEL_SIZES):
+    device = find_device(candidate.device)
+    while (
+        device is not None
+        and row.machines != 1
+        and candidate.rate
+        and 2 * count <= max(TENSOR_PARALLEL_SIZES)
+    ):
         count *= 2
-        larger = candidate_of_group(question, device_named(candidate.device), count)
+        larger = candidate_of_group(question, device, count)
         larger_row = _row(question, larger, team)
         if _rank(larger_row) >= _rank(row):
             break

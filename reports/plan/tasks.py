@@ -44,8 +44,8 @@ TASKS = {
             slo=SLO_PRESETS["chat"],
             think_seconds=45.0,
             source="Lengths of Azure's conversation trace of 2023, with prompts of at most 1,024 "
-            "and answers of at most 256 tokens, which campaigns send too unless told otherwise; think time "
-            "of inference-perf's interactive-chat.",
+            "and answers of at most 256 tokens, which campaigns send by default; think time of "
+            "inference-perf's interactive-chat.",
         ),
         Task(
             name="rag",

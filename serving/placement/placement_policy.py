@@ -38,7 +38,9 @@ from crossover.serving.backends.backend_table import format_of, spec_of
 from crossover.serving.capacity.scheduler_settings import (
     AUTO,
     DEFAULT_SETTINGS,
+    MAX_CPU_SLOTS,
     MAX_GPU_SLOTS,
+    SLOT_COUNTS,
     RequestedSettings,
     SchedulerSettings,
 )
@@ -360,7 +362,9 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
     several GPUs, the one with the most free memory is used.
 
     If the number of slots is not set, a GPU gets as many as fit beside the weights and buffers, at
-    most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default.
+    most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default. On
+    the CPU, an engine that is usual there and whose steps do not take longer with more slots gets
+    `max_slots`; any other gets the default.
     """
     backend, device = engine.backend, engine.device
     spec, model, requested = spec_of(backend), request.spec, request.settings
@@ -434,7 +438,33 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
             slot_counts, usable_bytes, key=lambda slots: with_slots(slots).need_bytes
         )
         return with_slots(max(1, fitting_slots))
-    return with_slots(requested.slots or DEFAULT_SETTINGS["cpu"].slots)
+    slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
+    if requested.slots is None and spec.is_cpu_candidate and not spec.slot_doubling_cost:
+        slots = max_slots(request, facts, engine)
+    return with_slots(slots)
+
+
+def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> int:
+    """Return the most slots that the memory of the CPU has room for, up to MAX_CPU_SLOTS. The
+    context must be set.
+
+    KV cache and buffers may use KV_SHARE of the free memory. The default number is always allowed,
+    and is the answer where the free memory is not known.
+    """
+    default_slots = DEFAULT_SETTINGS["cpu"].slots
+    context_tokens = request.settings.context_tokens
+    assert context_tokens is not None
+
+    def fits(slots: int) -> bool:
+        attempt = predict(with_context(request, context_tokens, slots=slots), facts, engine)
+        if attempt.free_bytes is None:
+            return False
+        memory = attempt.memory
+        growing_bytes = memory.kv_bytes + memory.state_bytes + memory.buffer_bytes
+        return attempt.fits and growing_bytes <= KV_SHARE * attempt.free_bytes
+
+    more = [count for count in SLOT_COUNTS if default_slots < count <= MAX_CPU_SLOTS]
+    return max([default_slots, *filter(fits, more)])
 
 
 def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> EngineMemory:

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from crossover import cli
 from crossover.loadtests.capacity.machine_file import write_machine_file
 from crossover.models.identity.model_ladder import ladder_model
-from crossover.reports.cli.size_command import machine_tables
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
 from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import read_question
@@ -124,7 +123,7 @@ def test_a_model_that_does_not_fit_a_calibrated_machine_says_so(tmp_path: Path) 
         base_seconds=0.01, row_seconds=1e-4, prompt_token_seconds=1e-5, context_token_seconds=0.0
     )
     write_machine_file(tmp_path / "lab.json", machine_file(steps_of("135m", steps)))
-    sizing = size(task_named("chat"), 1, ["70b"], machine_tables(tmp_path), [])
+    sizing = size(task_named("chat"), 1, ["70b"], [{"file": str(tmp_path / "lab.json")}], [])
     (row,) = sizing.rows
     assert row.reason.startswith("needs 4") and "has" in row.reason and row.machines is None
 
@@ -169,7 +168,7 @@ def test_every_task_has_a_source_and_people_who_pause(name: str) -> None:
         (["--device", "L5"], "crossover plan --devices"),
         (["--slo", "fast"], "Available presets: chat"),
         (["--gpu-format", "q9"], "Available formats: bf16"),
-        (["--machines", "tests"], "neither run folders nor files"),
+        (["--machines", "tests"], "tests has no machine files"),
         (["--price", "1"], "the machine of --run"),
     ],
 )
@@ -189,12 +188,14 @@ def test_the_table_of_a_command_line() -> None:
     )
 
 
-def test_a_folder_of_machines_has_its_runs_and_files(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "manifest.json").write_text("{}")
-    (tmp_path / "lab.json").write_text("{}")
-    (tmp_path / "notes.txt").write_text("")
-    assert machine_tables(tmp_path) == [
-        {"file": str(tmp_path / "lab.json")},
-        {"run": str(tmp_path / "run")},
-    ]
+def test_measured_machines_are_rented_at_the_prices_in_their_files(tmp_path: Path) -> None:
+    steps = StepTimeModel(
+        base_seconds=0.01, row_seconds=1e-3, prompt_token_seconds=1e-3, context_token_seconds=1e-7
+    )
+    file = machine_file(steps_of("135m", steps), dollars_per_hour=0.1)
+    write_machine_file(tmp_path / "lab.json", file)
+    words = ["--users", "9", "--models", "135m", "--device", "NVIDIA L4", "--format", "json"]
+    done = CliRunner().invoke(cli.app, ["size", *words, "--machines", str(tmp_path)])
+    sizing = msgspec.json.decode(done.stdout, type=Sizing)
+    (row,) = [row for row in sizing.rows if "L4" not in row.machine]
+    assert row.machines and row.dollars == pytest.approx(row.machines * 0.1 * HOURS_A_MONTH)

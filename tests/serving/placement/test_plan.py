@@ -364,7 +364,8 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
     for options in ("auto", stored):
         placement = planned(SMALL, machine(isa=isa), kv_dtype=options, **settings)
         assert placement.settings.kv_dtype == stored
-        assert placement.memory.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(stored)
+        tokens = placement.settings.slots * 2048
+        assert placement.memory.kv_bytes == tokens * SMALL.kv_bytes_per_token(stored)
     if backend != "llama_cpp":
         refusal = f"{backend} on the CPU stores its KV cache in {stored}, not in q8_0"
         with pytest.raises(NoPlacement, match=refusal):
@@ -379,3 +380,21 @@ def test_a_tied_embedding_is_planned_twice_on_a_cpu_with_amx() -> None:
     assert with_amx.memory.weight_bytes == without.memory.weight_bytes
     embedding = 2 * SMALL.vocabulary * SMALL.hidden
     assert with_amx.memory.overhead_bytes - without.memory.overhead_bytes == embedding
+
+
+def test_onnx_has_16_to_64_slots_by_the_memory_of_the_cpu() -> None:
+    """KV cache and buffers take at most a quarter of the free memory, but 16 slots are always
+    tried; a number that the user sets stays, and llama_cpp, which is slower with more, has 16."""
+    slots_by_memory = {}
+    for memory_gib in (3, 8, 16, 32, 256):
+        placement = planned(SMALL, machine(memory_gib), backend="onnx")
+        slots_by_memory[memory_gib] = placement.settings.slots
+        if placement.settings.slots > 16:
+            assert placement.memory.kv_bytes <= 0.25 * (placement.free_bytes or 0)
+    assert list(slots_by_memory.values()) == [16, 16, 32, 64, 64]
+    facts = machine(256)
+    assert planned(SMALL, facts, backend="onnx", slots=5).settings.slots == 5
+    assert planned(SMALL, facts, backend="llama_cpp").settings.slots == 16
+    assert planned(SMALL, facts, backend="torch").settings.slots == 16
+    unknown = machine(memory_available_bytes=None)
+    assert planned(SMALL, unknown, backend="onnx").settings.slots == 16
