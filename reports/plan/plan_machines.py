@@ -381,7 +381,8 @@ def _priced(
 
 def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
     """Return one device of a measured machine, with its measured capacity if the run sent the
-    plan's requests, else with a simulated one. Raises BadPlan if there is no step-time model."""
+    plan's requests, else with a simulated one; if the run has no step-time model of the model, with
+    one that is predicted from its other models. Raises BadPlan if it has none of these either."""
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
@@ -395,6 +396,9 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
             load_seconds=load_seconds,
         )
     if cell.server is None:
+        for predicted in _predicted_from_run(question, data):
+            if predicted.device == name:
+                return predicted
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
             "known for other requests"
