@@ -100,6 +100,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     served_name: str | None = None
     api_key_env: str | None = None
     open_metrics: bool = False
+    require_cache_salt: bool = False
     cors_origin: tuple[str, ...] = ()
     ready_file: str | None = None
     api_cores: str = ""

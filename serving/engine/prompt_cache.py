@@ -38,6 +38,7 @@ class StoredSequence:
     """A sequence in the prompt cache."""
 
     tokens: Tokens
+    salt: str  # a prompt with another one has no common prefix with it
     blocks: npt.NDArray[np.intp]  # where its bytes are, in this order
     bytes: int
 
@@ -79,12 +80,14 @@ class PromptCache:
         self._stats.sequences = len(self._index)
         return self._stats
 
-    def longest(self, prompt: Tokens) -> tuple[StoredSequence | None, StoredMatch]:
+    def longest(self, prompt: Tokens, salt: str) -> tuple[StoredSequence | None, StoredMatch]:
         """Return the sequence with the longest common prefix with a prompt, the most recently used
         if there are several, and how it matches."""
         best: StoredSequence | None = None
         common = second = 0
         for sequence in self._index:
+            if sequence.salt != salt:
+                continue
             tokens = common_prefix(sequence.tokens, prompt)
             if tokens > common:
                 best, common, second = sequence, tokens, common
@@ -93,7 +96,9 @@ class PromptCache:
         held_tokens = 0 if best is None else len(best.tokens)
         return best, StoredMatch(common, held_tokens, second)
 
-    def store(self, slot: int, tokens: Tokens, pinned: StoredSequence | None = None) -> None:
+    def store(
+        self, slot: int, tokens: Tokens, salt: str, pinned: StoredSequence | None = None
+    ) -> None:
         """Store what a slot holds, instead of the sequences that it continues, if there is room.
 
         `pinned`: a sequence that must stay, because it is about to be restored.
@@ -104,12 +109,13 @@ class PromptCache:
         except (EngineFailed, MemoryError):
             return  # it is lost, as without a prompt cache
         for sequence in list(self._index):
-            is_continued = common_prefix(sequence.tokens, tokens) == len(sequence.tokens)
-            if is_continued and sequence is not pinned:
+            if sequence.salt != salt or sequence is pinned:
+                continue
+            if common_prefix(sequence.tokens, tokens) == len(sequence.tokens):
                 self._remove(sequence)
         blocks = -(-size_bytes // BLOCK_BYTES)
         ids = np.empty(blocks, np.intp)
-        stored = StoredSequence(tokens.copy(), ids, size_bytes)
+        stored = StoredSequence(tokens.copy(), salt, ids, size_bytes)
         dropped = self._index.add(stored, blocks, pinned)
         if dropped is None:
             return

@@ -309,7 +309,9 @@ class Scheduler:
                 return  # it would soon be preempted again
             self.waiting.popleft()
             computed = {slot: s.computed_tokens for slot, s in self.running.items()}
-            allocation = self._slots.take(sequence.tokens[: sequence.length], computed)
+            allocation = self._slots.take(
+                sequence.tokens[: sequence.length], computed, sequence.cache_salt
+            )
             sequence.slot = allocation.slot
             sequence.computed = allocation.reused
             sequence.checkpoints = allocation.checkpoints
