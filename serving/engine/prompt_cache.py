@@ -5,9 +5,11 @@ stored sequence, for longer than like what any slot holds, gets that KV copied i
 to do so is decided by `crossover.serving.capacity.choose_slot`, and what is dropped by
 `crossover.serving.capacity.stored_sequences`; the simulation uses both too.
 
-All memory is allocated and written to once at the start, so that the engine never grows by it and
-no copy waits for the kernel to provide pages. It is divided into blocks, because sequences differ
-in length; the backend reads and writes one sequence in one piece, the staging buffer.
+Memory is written to once before it is used, so that copies rarely wait for the kernel to provide
+pages: for 4 GiB that took 7 s where copying them takes 1 s. A first part is written to at the
+start, the rest while the engine is idle, or when it is needed. Memory is divided into blocks,
+because sequences differ in length; the backend reads and writes one sequence in one piece, the
+staging buffer.
 
 The cache never fails a request: what cannot be stored is lost, and what cannot be restored is
 computed again.
@@ -31,6 +33,7 @@ from crossover.serving.sampling.step_inputs import Tokens
 
 BLOCK_BYTES = 1 << 16
 _MEASURED_BLOCKS = 256  # 16 MiB, which takes milliseconds
+_TOUCHED_BLOCKS = 32  # 2 MiB, which took 3 ms; a request that comes meanwhile waits for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ class PromptCache:
     """Stored sequences of one backend, at most `max_bytes` with the staging buffer.
 
     `stored_tokens` says how many tokens fit; 0: there is no room for any, and nothing may be
-    stored.
+    stored. Raises MemoryError.
     """
 
     def __init__(self, backend: Exporting, max_bytes: int) -> None:
@@ -67,11 +70,14 @@ class PromptCache:
         self.stored_tokens = stored_tokens_of(max_bytes, context_bytes, context_tokens)
         staging_blocks = -(-context_bytes // BLOCK_BYTES) if self.stored_tokens else 0
         blocks = max_bytes // BLOCK_BYTES - staging_blocks if self.stored_tokens else 0
-        self._staging = _touched(staging_blocks)
-        self._blocks = _touched(blocks)
-        self._free = list(range(blocks))
+        self._staging = np.empty((staging_blocks, BLOCK_BYTES), np.uint8)
+        self._staging.fill(0)
+        self._blocks = np.empty((blocks, BLOCK_BYTES), np.uint8)
+        self._free: list[int] = []
+        self._index = StoredSequences[StoredSequence](0)
+        while self._index.capacity < _MEASURED_BLOCKS and self.touch_more():
+            pass
         self.copy_token_seconds = self._measure_copy_seconds() * context_bytes / context_tokens
-        self._index = StoredSequences[StoredSequence](blocks)
         self._stats = PromptCacheStats(max_bytes=(staging_blocks + blocks) * BLOCK_BYTES)
 
     @property
@@ -79,6 +85,15 @@ class PromptCache:
         self._stats.used_bytes = self._index.used * BLOCK_BYTES
         self._stats.sequences = len(self._index)
         return self._stats
+
+    def touch_more(self) -> bool:
+        """Make a further part of the memory ready for use. Return False if all of it is."""
+        start = self._index.capacity
+        end = min(start + _TOUCHED_BLOCKS, len(self._blocks))
+        self._blocks[start:end] = 0
+        self._free += range(start, end)
+        self._index.capacity = end
+        return end > start
 
     def longest(self, prompt: Tokens, salt: str) -> tuple[StoredSequence | None, StoredMatch]:
         """Return the sequence with the longest common prefix with a prompt, the most recently used
@@ -116,6 +131,8 @@ class PromptCache:
         blocks = -(-size_bytes // BLOCK_BYTES)
         ids = np.empty(blocks, np.intp)
         stored = StoredSequence(tokens.copy(), salt, ids, size_bytes)
+        while self._index.used + blocks > self._index.capacity and self.touch_more():
+            pass
         dropped = self._index.add(stored, blocks, pinned)
         if dropped is None:
             return
@@ -160,7 +177,7 @@ class PromptCache:
     def _measure_copy_seconds(self) -> float:
         """Return the seconds to copy a byte of KV to or from the cache: between a slot and the
         staging buffer, and between that and the blocks, both as fast as the second is."""
-        blocks = min(len(self._staging), len(self._blocks), _MEASURED_BLOCKS)
+        blocks = min(len(self._staging), self._index.capacity, _MEASURED_BLOCKS)
         if not blocks:
             return 0.0
         seconds = []
@@ -173,10 +190,3 @@ class PromptCache:
     def _remove(self, sequence: StoredSequence) -> None:
         self._index.remove(sequence)
         self._free += sequence.blocks.tolist()
-
-
-def _touched(blocks: int) -> npt.NDArray[np.uint8]:
-    """Return memory of so many blocks, [blocks, BLOCK_BYTES], that the kernel has provided."""
-    memory = np.empty((blocks, BLOCK_BYTES), np.uint8)
-    memory.fill(0)
-    return memory

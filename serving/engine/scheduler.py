@@ -145,6 +145,11 @@ class Scheduler:
             self._last_step.prompt_cache = self._prompt_cache.stats
         return self._last_step
 
+    def prepare_memory(self) -> bool:
+        """Use idle time to make memory of the prompt cache ready, for some milliseconds. Return
+        whether there is more to do."""
+        return self._prompt_cache is not None and self._prompt_cache.touch_more()
+
     def step(self) -> list[Delta]:
         """Run one step; return what it added to each sequence.
 

@@ -12,6 +12,7 @@ cache (prompt_cache.py) stores and restores.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -73,8 +74,9 @@ class SlotAllocator:
         self._max_checkpoints = max_checkpoints(slots)
         self.prompt_cache: PromptCache | None = None
         if prompt_cache_bytes and self._reuses and info.has_export:
-            prompt_cache = PromptCache(cast("Exporting", backend), prompt_cache_bytes)
-            self.prompt_cache = prompt_cache if prompt_cache.stored_tokens else None
+            with contextlib.suppress(MemoryError):  # the engine serves without one
+                prompt_cache = PromptCache(cast("Exporting", backend), prompt_cache_bytes)
+                self.prompt_cache = prompt_cache if prompt_cache.stored_tokens else None
 
     @property
     def idle_tokens(self) -> int:
