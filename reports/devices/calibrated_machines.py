@@ -64,6 +64,7 @@ def calibrated_machine(path: Path) -> Machine:
         ),
         slots=policy.slots,
         policy=policy,
+        policy_model=file.models[0].model,
         memory_bytes=file.hardware.memory_bytes,
     )
 
