@@ -11,8 +11,12 @@ predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -36,7 +40,7 @@ from crossover.reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_costs import Candidate
@@ -45,6 +49,7 @@ from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Z_90, sd_of
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.hardware.machine_facts import allowed_cores
 
 
 def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
@@ -107,7 +112,7 @@ def candidates_of(
         if names is None:
             listed_names = [device.name for device in priced_gpus()]
             names = list(dict.fromkeys([*listed_names, *your_prices]))
-        devices = [device_named(name) for name in names]
+        devices = list(dict.fromkeys(device_named(name) for name in names))
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
@@ -115,14 +120,43 @@ def candidates_of(
     for number, keys in enumerate(machines):
         report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
         candidates += _own_machine(question, keys, number)
-    for number, device in enumerate(devices, len(machines)):
-        report_progress(device.name, number / machine_count)
-        machine = machine_of(device)
-        if device.name in your_prices:
-            price = your_prices[device.name]
-            machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        candidates.append(_predicted_candidate(question, machine, question.gpu_format))
+    rented = partial(_rented_candidate, question, your_prices)
+    with _processes(len(devices)) as map_in_processes:
+        simulated = iter(map_in_processes(rented, devices))
+        for number, device in enumerate(devices, len(machines)):
+            report_progress(device.name, number / machine_count)
+            candidates.append(next(simulated))
     return candidates
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[Callable[..., Iterable[Candidate]]]:
+    """Inside, a `map` that computes up to `count` values at a time, in processes of their own.
+
+    They are killed at the end, so that an interruption does not wait for them.
+    """
+    workers = min(count, len(allowed_cores()))
+    if workers < 2:
+        yield map
+        return
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads, which may hold locks. These processes compute
+        # and take none. Ctrl-C interrupts this process only, which then kills them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = get_context("fork").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with pool:
+        yield pool.imap
+
+
+def _rented_candidate(
+    question: Question, your_prices: Mapping[str, float], device: Device
+) -> Candidate:
+    """Return a device of the catalog, at your price or its list price."""
+    machine = machine_of(device)
+    if device.name in your_prices:
+        price = your_prices[device.name]
+        machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
+    return _predicted_candidate(question, machine, question.gpu_format)
 
 
 def _prices_by_device(question: Question) -> dict[str, float]:
