@@ -150,7 +150,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         if text := reuse_words(capacity, cell.unit_rate):
             users = users_words(capacity)
             serves = f" The estimated capacity serves {users}." if users else ""
-            advice = "Slots hold histories: with fewer of them than users, histories are evicted."
+            advice = (
+                "Histories that neither slots nor prompt cache have room for are computed again."
+            )
             yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
         if capacity.advice:
             advice = (
