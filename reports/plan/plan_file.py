@@ -74,6 +74,7 @@ class ForecastKeys(Table, frozen=True, kw_only=True):
         Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]]
     ) = "flat"
     weekend: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    growth_percent_per_month: Annotated[float, Meta(gt=0, le=100)] | None = None
     arrivals: Constant | Poisson | Gamma = Poisson()
 
 
@@ -88,6 +89,19 @@ class MachineKeys(Table, frozen=True, kw_only=True):
     dollars_per_hour: Positive | None = None
     is_paid: bool | None = None
     watts: Positive | None = None
+    idle_watts: Positive | None = None
+    reserved_dollars_per_hour: Positive | None = None
+    spot_dollars_per_hour: Positive | None = None
+    purchase_dollars: Positive | None = None
+    hosting_dollars_per_month: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+
+
+class ApiKeys(Table, frozen=True, kw_only=True):
+    """The prices of an API that serves a comparable model."""
+
+    input: Positive
+    cached_input: Positive | None = None
+    output: Positive
 
 
 class PlanFile(Table, frozen=True, kw_only=True):
@@ -105,6 +119,10 @@ class PlanFile(Table, frozen=True, kw_only=True):
     devices: list[str] | None = None
     prices: dict[str, Positive] = {}
     dollars_per_kwh: Annotated[float, Meta(ge=0, le=1e9)] = 0.15
+    pue: Annotated[float, Meta(ge=1, le=10)] = 1.0
+    years: Annotated[float, Meta(gt=0, le=20)] | None = None
+    residual_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    api: ApiKeys | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -123,6 +141,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def gpu_format(self) -> str:
         """The weight format on GPUs."""
         return known_gpu_format(self.keys.gpu_format)
+
+    @property
+    def dollars_per_kwh(self) -> float:
+        """Price of the energy of machines in $/kWh, with that of their building."""
+        return self.keys.dollars_per_kwh * self.keys.pue
 
 
 def read_question(
@@ -215,6 +238,27 @@ def _problems(keys: PlanFile) -> Iterator[str]:
         if len(source_keys) != 1:
             given = " and ".join(source_keys) or "none"
             yield f"machines[{number}]: give one of run, file, device; got {given}"
+        yield from _price_problems(machine, keys.years, f"machines[{number}]")
+    is_anything_bought = any(machine.purchase_dollars is not None for machine in keys.machines)
+    if keys.residual_share and not is_anything_bought:
+        yield f"residual_share = {keys.residual_share:g} needs purchase_dollars in [[machines]]"
+    api = keys.api
+    if api is not None and api.cached_input is not None and api.cached_input > api.input:
+        yield (
+            f"api.cached_input = {api.cached_input:g} must be at most api.input = {api.input:g}: "
+            "cached tokens never cost more than others"
+        )
+
+
+def _price_problems(machine: MachineKeys, years: float | None, where: str) -> Iterator[str]:
+    """Yield what is missing or contradictory in the prices and the power of a machine."""
+    if machine.purchase_dollars is not None and years is None:
+        yield f"{where}.purchase_dollars needs years, the years of use, at the top of the file"
+    if machine.hosting_dollars_per_month is not None and machine.purchase_dollars is None:
+        yield f"{where}.hosting_dollars_per_month needs purchase_dollars"
+    if machine.idle_watts is not None and (machine.watts or 0.0) < machine.idle_watts:
+        watts = "which is missing" if machine.watts is None else f"{machine.watts:g}"
+        yield f"{where}.idle_watts = {machine.idle_watts:g} must be at most watts, {watts}"
 
 
 def _forecast(keys: ForecastKeys) -> Forecast:
