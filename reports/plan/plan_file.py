@@ -27,7 +27,7 @@ from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format, known_gpu_format
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
+from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads, trace_loads
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.faults import converted
@@ -35,6 +35,7 @@ from crossover.serving.placement.engines import usual_format
 from crossover.serving.toml_files import Table
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, lengths_in_words, notes_of
+from crossover.serving.workload.trace_file import load_trace
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 DEFAULT_FORMAT = "Q4_0"
@@ -64,11 +65,12 @@ class BadPlan(ReportError):
 
 
 class ForecastKeys(Table, frozen=True, kw_only=True):
-    """The rate: exactly one of peak_rate, mean_rate and users."""
+    """The rate: one of peak_rate, mean_rate and users, or none of them for that of the trace."""
 
     peak_rate: Positive | None = None
     mean_rate: Positive | None = None
     users: Positive | None = None
+    trace: str | None = None
     requests_per_user: Positive | None = None
     day: (
         Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]]
@@ -161,7 +163,8 @@ def read_question(
     keys = converted(raw, PlanFile, BadPlan)
     if problems := list(_problems(keys)):
         raise BadPlan("; ".join(problems))
-    workload = keys.workload or Workload(preset="chat")
+    trace = keys.forecast.trace
+    workload = keys.workload or (Workload(preset="chat") if trace is None else Workload(file=trace))
     paths = {
         name: str(folder / value)
         for name in ("file", "replay")
@@ -184,7 +187,7 @@ def read_question(
         return Question(
             keys=keys,
             spec=spec,
-            forecast=_forecast(keys.forecast),
+            forecast=_forecast(keys.forecast, folder),
             slo=slo_of(keys.slo or "chat"),
             demand=demand,
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
@@ -216,9 +219,11 @@ def _problems(keys: PlanFile) -> Iterator[str]:
     forecast = keys.forecast
     rate_keys = ("peak_rate", "mean_rate", "users")
     given_keys = [name for name in rate_keys if getattr(forecast, name) is not None]
-    if len(given_keys) != 1:
+    if len(given_keys) > 1 or not (given_keys or forecast.trace is not None):
         given = " and ".join(given_keys) or "none"
         yield f"forecast: give one of {', '.join(rate_keys)}; got {given}"
+    if forecast.trace is not None and (forecast.day != "flat" or forecast.weekend != 1.0):
+        yield "forecast.trace has its own hours: leave out day and weekend"
     if (forecast.users is None) != (forecast.requests_per_user is None):
         yield "forecast.requests_per_user: users and requests_per_user must both be given"
     if isinstance(forecast.day, list) and not any(forecast.day):
@@ -261,10 +266,22 @@ def _price_problems(machine: MachineKeys, years: float | None, where: str) -> It
         yield f"{where}.idle_watts = {machine.idle_watts:g} must be at most watts, {watts}"
 
 
-def _forecast(keys: ForecastKeys) -> Forecast:
-    """Return the loads of a month. Exactly one of the keys for the rate is given."""
+def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
+    """Return the loads of a month. One of the keys for the rate is given, or a trace. Raises
+    BadPlan."""
     mean_rate = keys.mean_rate
     if keys.users is not None and keys.requests_per_user is not None:
         mean_rate = keys.users * keys.requests_per_user / SECONDS_A_DAY
-    day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
-    return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))
+    if keys.trace is None:
+        day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
+        return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))
+    seconds = load_trace(str(folder / keys.trace)).seconds
+    if len(seconds) < 2 or not seconds[-1]:
+        raise BadPlan(
+            f"forecast.trace = {keys.trace!r} has no times of requests, so it has no rate. Use it "
+            "as the file of [workload], and give a rate"
+        )
+    forecast = Forecast(trace_loads(seconds))
+    if keys.peak_rate is not None:
+        return forecast.scaled(keys.peak_rate / forecast.peak_rate)
+    return forecast if mean_rate is None else forecast.scaled(mean_rate / forecast.mean_rate)

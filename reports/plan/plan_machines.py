@@ -55,12 +55,15 @@ def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
     Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
     """
     tables = dict(raw)
+    forecast = tables.get("forecast")
+    has_trace = isinstance(forecast, dict) and "trace" in forecast
     for run in _runs_in(tables):
         data = _read_run(folder / run)
         cells = _cells_of(data, str(tables.get("model", "")))
         if not cells:
             continue
-        tables.setdefault("workload", msgspec.to_builtins(data.workload))
+        if not has_trace:  # a trace has lengths of its own
+            tables.setdefault("workload", msgspec.to_builtins(data.workload))
         if CPU in cells:
             tables.setdefault("format", cells[CPU].weight_format or None)
         slo: dict[str, object] = msgspec.to_builtins(data.slo)
