@@ -29,7 +29,6 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from scipy.optimize import nnls
 
 from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
 from crossover.loadtests.errors import LoadError
@@ -149,6 +148,8 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
             # is not defined: all of it is taken to grow with the first term.
             mean_term = fmean(terms[0](steps.model) for steps in measured)
             return fmean(seconds.tolist()) * terms[0](spec) / mean_term
+        from scipy.optimize import nnls  # takes half a second to import
+
         table = np.array([[term(steps.model) for term in terms] for steps in measured], dtype=float)
         scale = table.max(axis=0)
         factors, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))

@@ -144,6 +144,11 @@ class Service(msgspec.Struct, frozen=True):
         machine = self.machine
         return machine.step_times(self.spec, self.weight_format, machine.slots, self.devices)
 
+    def step_factor(self, speed: int) -> float:
+        """Return the factor of all step times with SLOW_STEPS, EXPECTED_STEPS or FAST_STEPS.
+        Raises ReportError where they are not known."""
+        return math.exp(speed * ONE_SIDED * self.predicted_steps().half_width)
+
     def needed_bytes(self, kv_tokens: float, states: int = 1) -> float:
         """Return the memory that serving takes on all devices together, with a KV cache of so many
         tokens and the recurrent states of so many requests. All experts are in memory."""
@@ -240,8 +245,7 @@ def simulation_of(service: Service, speed: int) -> Server:
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
     traffic = service.traffic
-    step_times, half_width, _ = service.predicted_steps()
-    step_times = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
+    step_times = service.predicted_steps().step_times.slower(service.step_factor(speed))
     count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
     return traffic.server_with(step_times, service.policy()).simulated(traffic.demand, count)
 
@@ -256,7 +260,7 @@ def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
     """
 
     def meets_slo(server: Server) -> bool:
-        return _meets_slo_unloaded(server, slo) and server.meets(rate, slo)
+        return server.meets_unloaded(slo) and server.meets(rate, slo)
 
     if meets_slo(simulation_of(service, SLOW_STEPS)):
         return "yes"
@@ -277,9 +281,11 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     )
     try:
         notes = service.predicted_steps().notes
-        low = _crossing(simulation_of(service, SLOW_STEPS), slo)
-        rate = _crossing(simulation_of(service, EXPECTED_STEPS), slo)
-        high = _crossing(simulation_of(service, FAST_STEPS), slo)
+        expected = simulation_of(service, EXPECTED_STEPS)
+        low, rate, high = (
+            expected.rate_if_slower(slo, service.step_factor(speed))
+            for speed in (SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS)
+        )
     except ReportError as problem:
         return msgspec.structs.replace(capacity, reason=str(problem))
     memory_bytes = None
@@ -296,20 +302,10 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
         return msgspec.structs.replace(capacity, reason=f"misses the SLO {slo.name} {limits}")
-    requests = simulation_of(service, EXPECTED_STEPS).play(rate)
+    requests = expected.play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]
     return msgspec.structs.replace(
         capacity,
         ttft_seconds=float(np.median(requests.ttft)),
         tpot_seconds=float(np.median(tpot)) if len(tpot) else None,
     )
-
-
-def _meets_slo_unloaded(server: Server, slo: Slo) -> bool:
-    return bool(slo.met_by(server.unloaded()).mean() >= slo.target)
-
-
-def _crossing(server: Server, slo: Slo) -> float:
-    """Return the rate at which SLO attainment equals the target; 0.0: the SLO is missed
-    unloaded."""
-    return server.crossing(slo) if _meets_slo_unloaded(server, slo) else 0.0

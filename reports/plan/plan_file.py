@@ -117,7 +117,7 @@ class PlanFile(Table, frozen=True, kw_only=True):
     workload: Workload | None = None
     slo: str | SloSpec | None = None
     spares: Annotated[int, Meta(ge=0)] = 0
-    machines: list[MachineKeys] = []
+    machines: Annotated[list[MachineKeys], Meta(max_length=100)] = []
     devices: list[str] | None = None
     prices: dict[str, Positive] = {}
     dollars_per_kwh: Annotated[float, Meta(ge=0, le=1e9)] = 0.15

@@ -11,8 +11,12 @@ predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -37,7 +41,7 @@ from crossover.reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
@@ -46,6 +50,7 @@ from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Z_90, sd_of
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.hardware.machine_facts import allowed_cores
 
 
 def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
@@ -117,7 +122,8 @@ def candidates_of(
             for keys in machines
             if keys.device is not None and not keys.owned
         }
-        devices = [device for device in map(device_named, names) if device.name not in in_file]
+        named = dict.fromkeys(device_named(name) for name in names)
+        devices = [device for device in named if device.name not in in_file]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
@@ -125,14 +131,43 @@ def candidates_of(
     for number, keys in enumerate(machines):
         report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
         candidates += _own_machine(question, keys, number)
-    for number, device in enumerate(devices, len(machines)):
-        report_progress(device.name, number / machine_count)
-        machine = machine_of(device)
-        if device.name in your_prices:
-            price = your_prices[device.name]
-            machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        candidates.append(_predicted_candidate(question, machine, question.gpu_format))
+    rented = partial(_catalog_candidate, question, your_prices)
+    with _processes(len(devices)) as map_in_processes:
+        simulated = iter(map_in_processes(rented, devices))
+        for number, device in enumerate(devices, len(machines)):
+            report_progress(device.name, number / machine_count)
+            candidates.append(next(simulated))
     return candidates
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[Callable[..., Iterable[Candidate]]]:
+    """Inside, a `map` that computes up to `count` values at a time, in processes of their own.
+
+    They are killed at the end, so that an interruption does not wait for them.
+    """
+    workers = min(count, len(allowed_cores()))
+    if workers < 2:
+        yield map
+        return
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads, which may hold locks. These processes compute
+        # and take none. Ctrl-C interrupts this process only, which then kills them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = get_context("fork").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with pool:
+        yield pool.imap
+
+
+def _catalog_candidate(
+    question: Question, your_prices: Mapping[str, float], device: Device
+) -> Candidate:
+    """Return a device of the catalog, at your price or its list price."""
+    machine = machine_of(device)
+    if device.name in your_prices:
+        price = your_prices[device.name]
+        machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
+    return _predicted_candidate(question, machine, question.gpu_format)
 
 
 def _prices_by_device(question: Question) -> dict[str, float]:
@@ -153,8 +188,9 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
             machine = calibrated_machine(question.folder / keys.file)
             candidates = [_predicted_candidate(question, machine, question.weight_format)]
         else:
-            machine = machine_of(device_named(str(keys.device)))
-            candidates = [_predicted_candidate(question, machine, question.gpu_format)]
+            device = device_named(str(keys.device))
+            your_prices = _prices_by_device(question)
+            candidates = [_catalog_candidate(question, your_prices, device)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
     # The file's name and watts describe the machine, not one of its devices.
@@ -202,6 +238,7 @@ def _with_prices(
     return msgspec.structs.replace(
         candidate,
         dollars_per_hour=rent,
+        price_date=candidate.price_date if keys.dollars_per_hour is None else "",
         reserved_dollars_per_hour=reserved,
         spot_dollars_per_hour=spot,
         purchase=purchase,

@@ -338,6 +338,24 @@ class Server:
                 return max(1.0, math.log(rate / slower_rate) / math.log(slower))
         return MAX_STEEPNESS  # a little slower, and single requests miss the SLO
 
+    def rate_if_slower(self, slo: Slo, factor: float) -> float:
+        """Return the rate at which attainment would equal the target if all steps took `factor`
+        times as long; 0.0: the SLO would be missed unloaded.
+
+        Where nothing but steps and arrivals takes time, the slower server at a rate lower by the
+        factor is this one in slow motion, so that the simulations of this one serve every factor.
+        """
+        is_scalable = self.lengths.turns is None and self.settings.step_seconds_target is None
+        if not is_scalable:
+            slower = self.changed(self.step_times.slower(factor), count=self.count)
+            return slower.crossing(slo) if slower.meets_unloaded(slo) else 0.0
+        slo = slo.tighter(factor, self.step_times.request_seconds or 0.0)
+        return self.crossing(slo) / factor if self.meets_unloaded(slo) else 0.0
+
+    def meets_unloaded(self, slo: Slo) -> bool:
+        """Return whether enough requests meet the SLO with one request at a time."""
+        return bool(slo.met_by(self.unloaded()).mean() >= slo.target)
+
     def changed(
         self,
         step_times: StepTimeModel | None = None,
@@ -456,6 +474,7 @@ class Server:
         think_seconds = float(np.where(turns.number > 0, turns.think_seconds, 0.0).mean())
         return rate * (float(self.play(rate).e2e.mean()) + think_seconds)
 
+    @cached_property
     def saturated_rate(self) -> float:
         """Return the requests/s that it answers with an endless queue. For conversations this is an
         upper bound: each turn finds its whole history in a slot."""
@@ -486,7 +505,7 @@ class Server:
         `below`: a rate at which it is known to be lower.
         """
         if below is None:
-            low = self.saturated_rate()
+            low = self.saturated_rate
             high = low * OVERLOAD
             if self.meets(high, slo):
                 return low

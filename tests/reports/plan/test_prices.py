@@ -319,6 +319,7 @@ def test_a_machine_of_the_file_that_you_do_not_have_replaces_the_device_of_its_n
             "forecast": {"peak_rate": 1.0},
             "years": 3,
             "devices": ["NVIDIA L4", "NVIDIA T4"],
+            "prices": {"NVIDIA L4": 0.7},
             "machines": [keys],
         }
     )
@@ -326,6 +327,7 @@ def test_a_machine_of_the_file_that_you_do_not_have_replaces_the_device_of_its_n
     assert [one.device for one in candidates] == ["NVIDIA L4", "NVIDIA T4"]
     (l4, t4) = candidates
     assert l4.purchase is not None and l4.purchase.dollars == 5000 * l4.devices
+    assert l4.dollars_per_hour == pytest.approx(0.7 * l4.devices) and l4.price_date == ""
     assert l4.watts == 150 * l4.devices and t4.purchase is None
 
 
