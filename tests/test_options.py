@@ -23,7 +23,7 @@ from crossover.reports.cli.atlas_command import AtlasOptions
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
-from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import ApiKeys, ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.option_help import flags_of, texts_in, texts_of
 from crossover.serving.server_options import ServeOptions
 from crossover.serving.workload.arrivals import Arrivals
@@ -35,7 +35,7 @@ COMMANDS: list[type[msgspec.Struct]] = [
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),
-    *(ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
+    *(ApiKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
 ]
 PLACEHOLDERS = {ThirdPartyEngine: ["{model}", "{port}"]}  # of a command, not lists
 
