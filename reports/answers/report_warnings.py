@@ -226,9 +226,9 @@ def _of_servers(data: ReportData) -> Iterator[NamedWarning]:
             "Name the file of its certificate authority with --ca-file (ca_file in a campaign)."
         )
         yield NamedWarning("CertificateNotChecked", WARNING, _sentence(UNCHECKED), advice)
-    if texts := [note for note in notes if note != UNCHECKED]:
+    if lacks := [note for note in notes if note != UNCHECKED]:
         advice = "Values that the endpoint does not report are shown as not measured."
-        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(texts)), advice)
+        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(lacks)), advice)
     if any(cell.ready is not None and cell.ready.synthetic for cell in data.cells):
         text = (
             "The weights are seeded random numbers in the published shape: speed and memory are "
