@@ -270,6 +270,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {
+        "buy": partial(in_a_block, "buy"),
         "mlperf": partial(in_a_block, "mlperf-8b"),
         "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
         "cold-start": cold_start_output,

@@ -24,7 +24,13 @@ from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
 from crossover.reports.cli.size_command import SizeOptions
-from crossover.reports.plan.plan_file import ColdStartKeys, ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import (
+    ApiKeys,
+    ColdStartKeys,
+    ForecastKeys,
+    MachineKeys,
+    PlanFile,
+)
 from crossover.serving.option_help import flags_of, texts_in, texts_of
 from crossover.serving.server_options import ServeOptions
 from crossover.serving.workload.arrivals import Arrivals
@@ -36,7 +42,7 @@ COMMANDS: list[type[msgspec.Struct]] = [
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),
-    *(ColdStartKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
+    *(ApiKeys, ColdStartKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
 ]
 PLACEHOLDERS = {ThirdPartyEngine: ["{model}", "{port}"]}  # of a command, not lists
 

@@ -8,7 +8,7 @@ crossover plan --model 8b --rate 0.5
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from crossover.reports.plan.plan_costs import Plan
 
 TEXT_COLUMNS = 110
+CHART_PIXELS = 640
 PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
 RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
@@ -43,6 +44,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: list[str] | None = None
     run: list[Path] | None = None
     price: float | None = None
+    api_price: str | None = None
     machine: list[Path] | None = None
     machines: list[Path] | None = None
     chart: Path | None = None
@@ -119,6 +121,8 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         tables["forecast"] = {**other_keys, "peak_rate": options.rate}
     machines = own_tables(options.run or [], options.price, options.machine or [])
     machines += measured_tables(options.machines or [])
+    if options.api_price is not None:
+        tables["api"] = _api_keys(options.api_price)
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
@@ -150,14 +154,36 @@ def measured_tables(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [{"file": file, "owned": 0, "is_paid": False} for file in files]
 
 
+def _api_keys(prices: str) -> dict[str, float]:
+    """Return the keys of [api] for `0.15/0.60` or `0.15/0.075/0.60`. Raises ReportError."""
+    names = {2: ("input", "output"), 3: ("input", "cached_input", "output")}
+    parts = prices.split("/")
+    try:
+        return dict(zip(names[len(parts)], map(float, parts), strict=True))
+    except (KeyError, ValueError):
+        raise ReportError(
+            f"--api-price {prices!r} must be IN/OUT or IN/CACHED/OUT, in dollars per million "
+            "tokens, such as 0.15/0.60"
+        ) from None
+
+
 def _write_chart(path: Path, cost_plan: Plan) -> None:
     """Write the chart of the costs, in the format of the path's suffix. Raises ReportError."""
-    from crossover.reports.render.plan_chart import cost_chart  # importing altair takes 0.5 s
+    # Imported here, since altair takes 0.5 s.
+    from crossover.reports.chart_style import png, svg
+    from crossover.reports.render.plan_chart import cost_chart
+    from crossover.reports.render.plan_page import plan_page
 
-    if path.suffix not in (".png", ".svg", ".html"):
+    makers: dict[str, Callable[[], str | bytes]] = {
+        ".png": lambda: png(cost_chart(cost_plan), CHART_PIXELS),
+        ".svg": lambda: svg(cost_chart(cost_plan), CHART_PIXELS),
+        ".html": lambda: plan_page(cost_plan),
+    }
+    if path.suffix not in makers:
         raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")
+    content = makers[path.suffix]()
     try:
-        cost_chart(cost_plan).save(str(path))
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as problem:
         raise ReportError(f"{path} cannot be written: {problem.strerror}") from problem
 

@@ -153,6 +153,7 @@ def _measured(path: Path, file: MachineFile, device: Literal["cpu", "gpu"]) -> M
         memory_bytes=memory_bytes,
         dollars_per_hour=price,
         price_date="" if price is None else price_date,
+        policy_model=models[0].model,
     )
     return MeasuredMachine(path=path, file=file, device=device, models=models, machine=machine)
 

@@ -12,12 +12,16 @@ Only the last machine of an hour stops: in hours that need two or more, none doe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from crossover.reports.devices.device_catalog import find_device
+from crossover.reports.devices.load_seconds import predicted_load_seconds
 from crossover.reports.plan.load_forecast import Load
+from crossover.reports.plan.plan_file import Question
+from crossover.reports.plan.plan_options import Candidate, Option
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 
 
@@ -116,3 +120,51 @@ def cold_start(
         bridge_rate=None if bridge is None else bridge.rate,
         bridged_share=None if bridge is None else bridged / requests,
     )
+
+
+def cold_starts(
+    question: Question, candidates: Sequence[Candidate], rows: Sequence[Option]
+) -> Iterator[ColdStart]:
+    """Yield what stopping does for each machine of these rows whose time to load is known. While a
+    rented machine starts, the one of yours that serves the highest rate is the bridge.
+
+    Nothing is yielded unless the plan file asks for it.
+    """
+    keys = question.keys.cold_start
+    if keys is None:
+        return
+    bridges = [
+        Bridge(candidate.name, candidate.low * candidate.owned)
+        for candidate in candidates
+        if candidate.owned and candidate.low
+    ]
+    bridge = max(bridges, key=lambda bridge: bridge.rate, default=None)
+    by_name = {candidate.name: candidate for candidate in candidates}
+    shown_names = [row.machine for row in rows if row.kind in ("rented", "as it is")]
+    for candidate in (by_name[name] for name in dict.fromkeys(shown_names)):
+        is_rented = not candidate.owned
+        load_seconds = candidate.load_seconds
+        device = find_device(candidate.device)
+        if load_seconds is None and is_rented and device is not None:
+            load_seconds = predicted_load_seconds(
+                device,
+                question.spec,
+                question.gpu_format,
+                candidate.devices,
+                keys.disk_gb_per_second,
+            )
+        machine_rate = candidate.low or candidate.high
+        if load_seconds is None or not machine_rate:
+            continue
+        yield cold_start(
+            candidate.name,
+            load_seconds=load_seconds,
+            is_measured=candidate.load_seconds is not None,
+            machine_seconds=keys.machine_seconds if is_rented else 0.0,
+            idle_seconds=keys.idle_minutes * 60,
+            loads=question.forecast.loads,
+            arrivals=question.keys.forecast.arrivals,
+            machine_rate=machine_rate,
+            dollars_per_hour=candidate.dollars_per_hour if is_rented else None,
+            bridge=bridge if is_rented else None,
+        )

@@ -28,6 +28,7 @@ from crossover.loadtests.campaign.machine_of_run import machine_of_run
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import read_records
+from crossover.models import formatting
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
@@ -51,8 +52,8 @@ from crossover.reports.devices.device_capacity import (
 from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
+from crossover.reports.plan.plan_options import Candidate, Purchase
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Z_90, sd_of
@@ -67,12 +68,15 @@ def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
     Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
     """
     tables = dict(raw)
+    forecast = tables.get("forecast")
+    has_trace = isinstance(forecast, dict) and "trace" in forecast
     for run in _runs_in(tables):
         data = _read_run(folder / run)
         cells = _cells_of(data, str(tables.get("model", "")))
         if not cells:
             continue
-        tables.setdefault("workload", msgspec.to_builtins(data.workload))
+        if not has_trace:  # a trace has lengths of its own
+            tables.setdefault("workload", msgspec.to_builtins(data.workload))
         if CPU in cells:
             tables.setdefault("format", cells[CPU].weight_format or None)
         slo: dict[str, object] = msgspec.to_builtins(data.slo)
@@ -125,7 +129,14 @@ def candidates_of(
         if names is None:
             listed_names = [device.name for device in priced_gpus()]
             names = list(dict.fromkeys([*listed_names, *your_prices]))
-        devices = list(dict.fromkeys(device_named(name) for name in names))
+        # A machine of the file that you do not have yet replaces the device of its name.
+        in_file = {
+            device_named(keys.device).name
+            for keys in machines
+            if keys.device is not None and not keys.owned
+        }
+        named = dict.fromkeys(device_named(name) for name in names)
+        devices = [device for device in named if device.name not in in_file]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
@@ -135,7 +146,7 @@ def candidates_of(
             Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
         )
         candidates += _own_machine(question, keys, number)
-    rented = partial(_rented_candidate, question, your_prices)
+    rented = partial(_catalog_candidate, question, your_prices)
     with _processes(len(devices)) as map_in_processes:
         simulated = iter(map_in_processes(rented, devices))
         for number, device in enumerate(devices, len(machines)):
@@ -163,7 +174,7 @@ def _processes(count: int) -> Iterator[Callable[..., Iterable[Candidate]]]:
         yield pool.imap
 
 
-def _rented_candidate(
+def _catalog_candidate(
     question: Question, your_prices: Mapping[str, float], device: Device
 ) -> Candidate:
     """Return a device of the catalog, at your price or its list price."""
@@ -197,22 +208,61 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
             files = machines_of_file(question.folder / keys.file)
             candidates = [_candidate_of_file(question, measured) for measured in files]
         else:
-            machine = machine_of(device_named(str(keys.device)))
-            candidates = [_predicted_candidate(question, machine, question.gpu_format)]
+            device = device_named(str(keys.device))
+            your_prices = _prices_by_device(question)
+            candidates = [_catalog_candidate(question, your_prices, device)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
     # The file's name and watts describe the machine, not one of its devices.
     is_whole_machine = len(candidates) == 1
     return [
         msgspec.structs.replace(
-            candidate,
+            _with_prices(question, keys, candidate, f"machines[{number}]"),
             device=(keys.name if is_whole_machine else None) or candidate.device,
             owned=keys.owned,
-            dollars_per_hour=keys.dollars_per_hour or candidate.dollars_per_hour,
-            watts=(keys.watts if is_whole_machine else None) or candidate.watts,
+            watts=_times(keys.watts if is_whole_machine else None, candidate) or candidate.watts,
+            idle_watts=_times(keys.idle_watts if is_whole_machine else None, candidate),
         )
         for candidate in candidates
     ]
+
+
+def _times(value: float | None, candidate: Candidate) -> float | None:
+    """Return what a candidate has or costs of which one of its devices has `value`."""
+    return None if value is None else value * candidate.devices
+
+
+def _with_prices(
+    question: Question, keys: MachineKeys, candidate: Candidate, where: str
+) -> Candidate:
+    """Return a candidate with the prices of its machine in the file. Raises BadPlan for a price
+    that contradicts its list price."""
+    rent = _times(keys.dollars_per_hour, candidate) or candidate.dollars_per_hour
+    reserved = _times(keys.reserved_dollars_per_hour, candidate)
+    spot = _times(keys.spot_dollars_per_hour, candidate)
+    for name, price in (("reserved", reserved), ("spot", spot)):
+        if price is not None and rent is not None and price >= rent:
+            raise BadPlan(
+                f"{where}.{name}_dollars_per_hour: {formatting.dollars_per_hour(price)} must be "
+                f"below the price by the hour, {formatting.dollars_per_hour(rent)}"
+            )
+    purchase = None
+    dollars = _times(keys.purchase_dollars, candidate)
+    if dollars is not None and question.keys.years is not None:
+        purchase = Purchase(
+            dollars=dollars,
+            years=question.keys.years,
+            residual_share=question.keys.residual_share,
+            hosting_dollars_per_month=_times(keys.hosting_dollars_per_month, candidate),
+        )
+    return msgspec.structs.replace(
+        candidate,
+        dollars_per_hour=rent,
+        price_date=candidate.price_date if keys.dollars_per_hour is None else "",
+        reserved_dollars_per_hour=reserved,
+        spot_dollars_per_hour=spot,
+        purchase=purchase,
+    )
 
 
 def _candidate(capacity: DeviceCapacity, price_date: str = "") -> Candidate:

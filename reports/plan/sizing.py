@@ -24,13 +24,13 @@ import msgspec
 from crossover.reports.devices.device_capacity import TENSOR_PARALLEL_SIZES, CapacityGrade
 from crossover.reports.devices.device_catalog import find_device
 from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
-from crossover.reports.plan.plan_costs import Candidate, ordered_options
 from crossover.reports.plan.plan_file import Question
 from crossover.reports.plan.plan_machines import (
     candidate_of_group,
     candidates_of,
     question_of_tables,
 )
+from crossover.reports.plan.plan_options import Candidate, ordered_options
 from crossover.reports.plan.tasks import Task
 from crossover.serving.capacity.slo import Slo
 

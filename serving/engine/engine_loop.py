@@ -168,6 +168,8 @@ class Worker:
                     break
                 # Wait for a message if there is nothing else to do (None: for any time).
                 wait_ms = COMPILER_POLL_MS if self._compiling else None
+                if not scheduler.busy and scheduler.prepare_memory():
+                    wait_ms = 0
                 while self._poll.poll(0 if scheduler.busy else wait_ms):
                     self._receive()
                     wait_ms = 0

@@ -15,10 +15,13 @@ from crossover.reports.devices.calibrated_machines import (
     measured_steps,
     read_machines,
 )
+from crossover.reports.devices.device_capacity import Service, Traffic
 from crossover.reports.devices.device_catalog import device_of_driver_name
 from crossover.reports.errors import ReportError
-from crossover.serving.capacity.simulated_capacity import LOADED
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import LOADED, Demand
 from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
 MIXTURE = ladder_model("qwen3-30b-a3b").spec  # 8 of 128 experts
@@ -61,6 +64,29 @@ def test_a_measured_model_has_its_own_step_times_and_a_bigger_one_scales_by_shap
             LOADED * truth(spec).seconds(rows, prompt, context), rel=0.05
         )
     assert narrow < wide < machine.step_times(spec, "Q8_0", 8, 1)[1]
+
+
+def test_the_prompt_cache_has_as_many_bytes_for_another_model(tmp_path: Path) -> None:
+    steps = steps_of("135m", truth(ladder_model("135m").spec))
+    settings = msgspec.structs.replace(
+        steps.server.settings, stored_tokens=60_000, copy_token_seconds=5e-6
+    )
+    server = msgspec.structs.replace(steps.server, settings=settings)
+    path = tmp_path / "machine.json"
+    write_machine_file(path, machine_file(msgspec.structs.replace(steps, server=server)))
+    (measured,) = machines_of_file(path)
+    machine = measured.machine
+
+    def settings_for(model: str) -> SchedulerSettings:
+        spec = ladder_model(model).spec
+        return Service(machine, spec, "Q4_0", Traffic(Demand(Workload(preset="chat")))).policy()
+
+    assert settings_for("135m") == settings
+    ratio = ladder_model("8b").spec.kv_bytes_per_token() / steps.model.kv_bytes_per_token()
+    assert ratio > 2
+    assert settings_for("8b").stored_tokens == int(60_000 / ratio)
+    assert settings_for("8b").copy_token_seconds == pytest.approx(5e-6 * ratio)
+    assert settings_for("qwen3.5-4b").stored_tokens == 0, "it has states, so no prompt cache"
 
 
 @pytest.mark.parametrize("measured", ["dense", "experts"])

@@ -11,8 +11,9 @@ from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.devices.load_seconds import predicted_load_seconds
 from crossover.reports.plan.cold_start import Bridge, ColdStart, cold_start, stops_of
 from crossover.reports.plan.load_forecast import Load
-from crossover.reports.plan.plan_costs import Candidate, make_plan
+from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan, read_question
+from crossover.reports.plan.plan_options import Candidate
 from crossover.reports.render.plan_text import as_json, as_text
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson, due_times
 

@@ -11,8 +11,8 @@ from crossover import cli
 from crossover.loadtests.capacity.machine_file import write_machine_file
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
-from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import read_question
+from crossover.reports.plan.plan_options import Candidate
 from crossover.reports.plan.sizing import SizeRow, Sizing, Team, _row, _rows, size
 from crossover.reports.plan.tasks import TASKS, Task, task_named
 from crossover.reports.render.size_text import as_csv, as_markdown, as_page, as_text
