@@ -19,6 +19,7 @@ from crossover.loadtests.cli.calibrate_command import CalibrateOptions
 from crossover.loadtests.cli.compare_command import CompareOptions
 from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.reports.cli.atlas_command import AtlasOptions
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
@@ -29,8 +30,8 @@ from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
 
 COMMANDS: list[type[msgspec.Struct]] = [
-    *(CalibrateOptions, CommandOptions, CompareOptions, PlanOptions, QuickOptions),
-    *(ReportOptions, ServeOptions),
+    *(AtlasOptions, CalibrateOptions, CommandOptions, CompareOptions, PlanOptions),
+    *(QuickOptions, ReportOptions, ServeOptions),
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),

@@ -46,6 +46,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None = None
     api_price: str | None = None
     machine: list[Path] | None = None
+    machines: list[Path] | None = None
     chart: Path | None = None
     as_json: bool = False
     devices: bool = False
@@ -97,6 +98,7 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 
     Raises ReportError for options that contradict each other, and BadPlan for a broken file.
     """
+    from crossover.reports.devices.calibrated_machines import read_machines
     from crossover.reports.plan.plan_file import BadPlan
 
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
@@ -132,6 +134,9 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
     # Paths on the command line are relative to the current folder, those in the file to its folder.
     machines = [{"run": str(path.absolute()), **price_keys} for path in options.run or []]
     machines += [{"file": str(path.absolute())} for path in options.machine or []]
+    measured = read_machines(options.machines or [])  # to rent: their prices are in the files
+    measured_files = dict.fromkeys(str(machine.path.absolute()) for machine in measured)
+    machines += [{"file": file, "owned": 0, "is_paid": False} for file in measured_files]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables

@@ -52,9 +52,10 @@ def _report(options: ReportOptions) -> None:
 
     formats = _formats(options)
     if options.share is not None:
-        from crossover.reports.render.export_run import export_run
+        from crossover.reports.render.export_run import export_machine, export_run
 
-        for line in export_run(options.run, options.share):
+        export = export_machine if options.share.suffix == ".json" else export_run
+        for line in export(options.run, options.share):
             typer.echo(line)
         return
     if options.slo is not None and options.slo not in SLO_PRESETS:

@@ -123,6 +123,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     slots: int
     grade: CapacityGrade = "predicted"
     policy: SchedulerSettings | None = None  # None: the default settings of its engine
+    # The model that was served with `policy`; None: the one that is asked about.
+    policy_model: ModelSpec | None = None
     memory_bytes: float | None = None  # usable by an engine
     is_served_by_vllm: bool = False  # otherwise llama.cpp serves
     watts: float | None = None  # under load
@@ -165,7 +167,7 @@ class Service(msgspec.Struct, frozen=True):
         memory. Raises ReportError if the memory is too small for the longest request."""
         machine = self.machine
         if machine.policy is not None:
-            return machine.policy
+            return self._with_cache_of_this_model(machine.policy)
         kv_tokens, slots = None, machine.slots
         if machine.memory_bytes is not None:
             kv_tokens, slots = self._fitting_cache(machine.memory_bytes * self.devices)
@@ -176,6 +178,21 @@ class Service(msgspec.Struct, frozen=True):
             step_tokens=PREFILL_TOKENS,
             kv_tokens=kv_tokens,
             step_seconds_target=None,
+        )
+
+    def _with_cache_of_this_model(self, policy: SchedulerSettings) -> SchedulerSettings:
+        """Return settings in which the prompt cache has as many bytes as with the model that was
+        served: it has room for more tokens of a model whose KV cache is smaller."""
+        served, own_bytes = self.machine.policy_model, self.spec.kv_bytes_per_token()
+        if served is None or not policy.stored_tokens:
+            return policy
+        if not own_bytes or self.spec.state_bytes_per_slot:
+            return msgspec.structs.replace(policy, stored_tokens=0)
+        ratio = own_bytes / served.kv_bytes_per_token()
+        return msgspec.structs.replace(
+            policy,
+            stored_tokens=int(policy.stored_tokens / ratio),
+            copy_token_seconds=policy.copy_token_seconds * ratio,
         )
 
     def _fitting_cache(self, memory_bytes: float) -> tuple[int | None, int]:

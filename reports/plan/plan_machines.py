@@ -30,7 +30,7 @@ from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import calibrated_machine
+from crossover.reports.devices.calibrated_machines import MeasuredMachine, machines_of_file
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -129,7 +129,9 @@ def candidates_of(
     machine_count = len(machines) + len(devices)
     candidates: list[Candidate] = []
     for number, keys in enumerate(machines):
-        report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
+        report_progress(
+            Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
+        )
         candidates += _own_machine(question, keys, number)
     rented = partial(_catalog_candidate, question, your_prices)
     with _processes(len(devices)) as map_in_processes:
@@ -185,8 +187,8 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
         if keys.run is not None:
             candidates = _candidates_of_run(question, _report_of(question, keys.run), keys)
         elif keys.file is not None:
-            machine = calibrated_machine(question.folder / keys.file)
-            candidates = [_predicted_candidate(question, machine, question.weight_format)]
+            files = machines_of_file(question.folder / keys.file)
+            candidates = [_candidate_of_file(question, measured) for measured in files]
         else:
             device = device_named(str(keys.device))
             your_prices = _prices_by_device(question)
@@ -262,6 +264,28 @@ def _predicted_candidate(question: Question, machine: Machine, weight_format: st
         if capacity.rate:
             return _candidate(capacity, machine.price_date)
     return _candidate(capacity_with(1), machine.price_date)
+
+
+def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:
+    """Return one device of a machine file: estimated with the best of the engines on which it
+    measured the model, else predicted from the models that it measured.
+
+    A plan that names no format for CPUs takes the formats that a CPU was measured in.
+    """
+    weight_format = question.weight_format if measured.device == CPU else question.gpu_format
+    is_any_format = measured.device == CPU and question.keys.format is None
+    of_model = [steps for steps in measured.models if steps.model.name == question.spec.name]
+    in_format = [steps for steps in of_model if steps.weight_format == weight_format]
+    estimated = [
+        _predicted_candidate(question, measured.serving(steps), steps.weight_format)
+        for steps in in_format or (of_model if is_any_format else [])
+    ]
+    if estimated:
+        return max(estimated, key=lambda candidate: candidate.rate or 0.0)
+    measured_formats = [steps.weight_format for steps in measured.models]
+    if is_any_format and weight_format not in measured_formats:
+        weight_format = measured_formats[0]
+    return _predicted_candidate(question, measured.machine, weight_format)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:

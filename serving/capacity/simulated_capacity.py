@@ -257,6 +257,11 @@ class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         reuse = msgspec.structs.replace(self.reuse or PrefixReuse(), kind="none")
         return msgspec.structs.replace(self, reuse=reuse)
 
+    def without_prompt_cache(self) -> ServerModel:
+        """Return a server that keeps histories only in its slots."""
+        settings = msgspec.structs.replace(self.settings, stored_tokens=0)
+        return msgspec.structs.replace(self, settings=settings)
+
     def lengths(self, workload: Workload, n: int, seed: int) -> Lengths:
         """Draw n requests of a workload, with what this server finds of them in its cache."""
         return lengths_of(
@@ -378,7 +383,7 @@ class Server:
         Conversations come one after the other, so that a slot holds the whole history.
         """
         step_times, lengths = self.step_times, self.lengths
-        cached = np.maximum(self._max_cached(), lengths.cached)
+        cached = np.maximum(self.max_cached(), lengths.cached)
         computed = np.maximum(lengths.prompt - cached, 1)
         steps = np.ceil(computed / self.settings.step_tokens)
         ttft = step_times.prompt_token_seconds * computed
@@ -480,13 +485,13 @@ class Server:
         upper bound: each turn finds its whole history in a slot."""
         count, server = min(QUICK_REQUESTS, self.count), self
         if self.lengths.turns is not None:
-            lengths = msgspec.structs.replace(self.lengths, cached=self._max_cached(), turns=None)
+            lengths = msgspec.structs.replace(self.lengths, cached=self.max_cached(), turns=None)
             server = Server(self.step_times, self.settings, lengths, self.arrivals, count=count)
         simulated = server.simulate_due(np.zeros(count))
         first, last = np.quantile(simulated.ttft, (0.25, 0.75))  # requests start as others end
         return len(simulated.due) / 2 / max(float(last - first), 1e-9)
 
-    def _max_cached(self) -> Whole:
+    def max_cached(self) -> Whole:
         """Return the tokens of each prompt that are reused if the server evicts nothing."""
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None or turns.reuse == "none":

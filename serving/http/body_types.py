@@ -107,6 +107,17 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("A grammar in GBNF.", max_length=MAX_CHARACTERS)] | None = None
     deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
+    cache_salt: (
+        Annotated[
+            str,
+            _about(
+                "A secret of the tenant: cached prefixes are reused only among requests with it.",
+                min_length=1,
+                max_length=256,
+            ),
+        ]
+        | None
+    ) = None
     # Clients send these keys, in many forms; they have no effect.
     user: NoEffect = None
     metadata: NoEffect = None
