@@ -39,6 +39,7 @@ from crossover.loadtests.records.journal_events import (
     LevelAbandoned,
     LevelFinished,
     NeverQuiet,
+    SlotsChosen,
     device_of,
     of_kind,
 )
@@ -83,6 +84,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int | None = None  # recurrent states and checkpoints
     buffer_bytes: int | None = None  # for the computation of a step
     overhead_bytes: int | None = None
+    prompt_cache_bytes: int | None = None
     peak_bytes: int | None = None  # measured: the engine's peak RSS
     # measured: the GPU's peak memory in use, by all processes; None for what ran on the CPU
     gpu_bytes: int | None = None
@@ -96,6 +98,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
             "recurrent state": self.state_bytes,
             "buffers": self.buffer_bytes,
             "overhead": self.overhead_bytes,
+            "prompt cache": self.prompt_cache_bytes,
         }
 
     @property
@@ -186,6 +189,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ready: CellReady | None = None  # the event of its last server
     load_seconds: tuple[float, ...] = ()  # of each time that the model was loaded, in order
     engine_choice: EngineChosen | None = None  # None: the campaign named its engine
+    slots_choice: SlotsChosen | None = None  # None: its slots were not chosen
+    are_slots_set: bool = False  # by the campaign
     never_idle_reason: str = ""  # "": the machine was idle before the configuration was measured
 
     @property
@@ -540,6 +545,8 @@ def _cell_of(
         ready=ready,
         load_seconds=tuple(seconds for seconds in load_seconds if seconds is not None),
         engine_choice=engine_choice,
+        slots_choice=_last(events, SlotsChosen),
+        are_slots_set=entry.get("slots") is not None,
         never_idle_reason="" if never_quiet is None else never_quiet.reason,
     )
 
@@ -634,6 +641,7 @@ def _memory(
         state_bytes=predicted.get("state_bytes"),
         buffer_bytes=predicted.get("buffer_bytes"),
         overhead_bytes=predicted.get("overhead_bytes"),
+        prompt_cache_bytes=predicted.get("prompt_cache_bytes"),
         peak_bytes=max((size for size in rss if size is not None), default=None),
         gpu_bytes=max((size for size in on_gpu if size is not None), default=None),
     )

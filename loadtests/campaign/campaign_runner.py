@@ -300,7 +300,14 @@ class CampaignSession:
             if (why_not := self._why_not(state.cell)) is not None:
                 raise ServerFailed(why_not)
             cell_block = state.blocks.get(block) or self._begin_block(state, block, position)
-            cell_run = CellRun(state, cell_block, progress, self._clock, confirms=confirms)
+            cell_run = CellRun(
+                state,
+                cell_block,
+                progress,
+                self._clock,
+                confirms=confirms,
+                max_slots=cell_selection.max_slots_of(state.cell, self._campaign, self.facts),
+            )
             capacity = cell_run.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise

@@ -45,6 +45,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.models import formatting
+from crossover.serving.backends.backend_table import spec_of
 from crossover.serving.capacity.batching_simulator import Reuse
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -53,15 +54,18 @@ from crossover.serving.capacity.simulated_capacity import (
     Demand,
     PrefixReuse,
     ServerModel,
+    SimulatedCapacity,
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slot_count import best_slots
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
 MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
 MAX_BURST_TRIES = 2
+RECALIBRATION_SECONDS = 10.0  # least time for the bursts after a restart with other slots
 
 
 class CellRun:
@@ -77,8 +81,10 @@ class CellRun:
         clock: Callable[[], float],
         *,
         confirms: bool = True,
+        max_slots: int | None = None,
     ) -> None:
-        """`confirms`: False if the cell is only to be estimated."""
+        """`confirms`: False if the cell is only to be estimated. `max_slots`: those that its memory
+        has room for; None: its slots are not chosen here."""
         self.state = state
         self.cell_block = cell_block
         self.progress = progress
@@ -86,6 +92,7 @@ class CellRun:
         self.campaign = state.campaign
         self.slo = state.campaign.slo
         self.confirms = confirms
+        self.max_slots = max_slots
         # The rate in whose unit all rates of this cell are written; None: none is estimated yet.
         self.unit_rate: float | None = None
 
@@ -126,16 +133,15 @@ class CellRun:
             self.state.record(journal.Elapsed(cell=self.state.key, spent_seconds=spent_seconds))
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
-        """Return the capacity with the estimate without prefix caching and, if the SLO itself makes
-        the interval wide, with an SLO under which it would be narrow."""
+        """Return the capacity with the estimates for less prefix caching and, if the SLO makes
+        the interval wide, advice about another SLO."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.server is None:
             return capacity
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
-            capacity,
+            with_less_reuse(capacity, server, demand, self.slo),
             advice=advice(capacity, server, demand, self.slo),
-            estimated_rate_without_reuse=rate_without_reuse(capacity, server, demand, self.slo),
         )
 
     def next_measurement(self) -> Measurement:
@@ -221,12 +227,13 @@ class CellRun:
             if level.is_burst and not level.is_set_aside
         }
         until_seconds = self.cell_block.until_seconds
+        kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
         number = 0
 
         def send(burst: Burst) -> Level:
             nonlocal number
             number += 1
-            name = f"burst.{number}"
+            name = f"{kind}.{number}"
             if (recorded := recorded_bursts.get(f"{state.key}#{name}")) is not None:
                 return recorded.undisturbed
             for tries in range(1, MAX_BURST_TRIES + 1):
@@ -277,6 +284,38 @@ class CellRun:
         else:
             words = f"no step-time model, {calibration.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(duration)}: {words}")
+        self._choose_slots()
+
+    def _choose_slots(self) -> None:
+        """Record the best number of slots by the calibration. If another number would be better,
+        and the time that is left does not pay for starting the server and calibrating again,
+        nothing is recorded."""
+        state, calibrated = self.state, self.state.calibrated
+        if self.max_slots is None or state.slots_choice is not None:
+            return
+        if calibrated is None or calibrated.server is None:
+            return
+        self.progress.tick(f"{state.key}: simulating other numbers of slots")
+        choice = best_slots(
+            calibrated.server.slower(LOADED).simulated(demand_of(self.campaign)),
+            self.slo,
+            max_slots=self.max_slots,
+            doubling_cost=spec_of(state.cell.backend).slot_doubling_cost,
+        )
+        is_change = choice.is_worth_a_restart
+        left_seconds = self.cell_block.until_seconds - state.spent_seconds
+        load_seconds = (state.ready and state.ready.load_seconds) or 0.0
+        if is_change and left_seconds < load_seconds + RECALIBRATION_SECONDS:
+            return
+        state.record(
+            journal.SlotsChosen(
+                cell=state.key,
+                slots=choice.slots if is_change else choice.present_slots,
+                rate=choice.rate if is_change else choice.present_rate,
+                previous_slots=choice.present_slots,
+                previous_rate=choice.present_rate,
+            )
+        )
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
         """Return how much of the histories of conversations the server found in its cache, and in
@@ -329,6 +368,8 @@ def cell_progress(
         min_level_seconds=record.min_level_seconds,
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
+        slots_choice=record.slots_choice,
+        needs_restart=record.needs_restart,
     )
 
 
@@ -386,20 +427,37 @@ def assumed_settings(
     )
 
 
-def rate_without_reuse(
+def with_less_reuse(
     capacity: journal.Capacity, server: ServerModel, demand: Demand, slo: Slo
-) -> float | None:
-    """Return the estimated capacity if the server computed each conversation's history again; None:
-    it does so, there are no conversations, or nothing is estimated.
+) -> journal.Capacity:
+    """Return the capacity with what it would be if the server computed each conversation's history
+    again, and if it kept histories only in its slots. It is unchanged if the server reuses no
+    histories, if there are no conversations, or if nothing is estimated.
 
     The estimate is multiplied by the ratio of two simulated capacities, so that both differ in
     nothing but the reuse.
     """
     if server.reuse is None or server.reuse.kind == "none":
-        return None
+        return capacity
     if not capacity.estimated_rate or capacity.method != "step_times":
-        return None
+        return capacity
     loaded = server.slower(capacity.factor or LOADED)
-    with_reuse = loaded.capacity(demand, slo, QUICK_REQUESTS).rate
-    without_reuse = loaded.without_reuse().capacity(demand, slo, QUICK_REQUESTS).rate
-    return capacity.estimated_rate * without_reuse / with_reuse if with_reuse > 0 else None
+    own = loaded.capacity(demand, slo, QUICK_REQUESTS)
+    if not own.rate:
+        return capacity
+
+    def users_of(other: SimulatedCapacity) -> float | None:
+        if capacity.users is None or not own.users:
+            return None
+        return capacity.users * (other.users or 0.0) / own.users
+
+    without_reuse = loaded.without_reuse().capacity(demand, slo, QUICK_REQUESTS)
+    capacity = msgspec.structs.replace(
+        capacity,
+        estimated_rate_without_reuse=capacity.estimated_rate * without_reuse.rate / own.rate,
+        users_without_reuse=users_of(without_reuse),
+    )
+    if not server.settings.stored_tokens:
+        return capacity
+    without_cache = loaded.without_prompt_cache().capacity(demand, slo, QUICK_REQUESTS)
+    return msgspec.structs.replace(capacity, users_without_prompt_cache=users_of(without_cache))

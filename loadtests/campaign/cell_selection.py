@@ -32,14 +32,19 @@ from crossover.serving.backends.backend_table import BACKENDS, missing_backends
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
-from crossover.serving.placement.engines import Obstacles, Wanted
+from crossover.serving.placement.engines import Engine, Obstacles, Wanted
 from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend
-from crossover.serving.placement.placement_policy import PlacementRequest
+from crossover.serving.placement.placement_policy import (
+    PlacementRequest,
+    max_slots,
+    with_context,
+)
 from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.server_options import Policy
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
+SLOTS_SECONDS = 20.0  # to start a server again and calibrate it with a better number of slots
 # On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts took 2 to 3 s, a level 7 to 8 s more
 # than its window.
 GPU_CALIBRATION_SECONDS = 5.0
@@ -138,6 +143,37 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
         raise BadCampaign(f"server.cores: {problem}") from problem
 
 
+# The number of slots.
+
+
+def are_slots_open(cell: Cell, campaign: Campaign) -> bool:
+    """Return whether the slots of a cell are chosen: those of Crossover's own engines on the CPU,
+    unless the campaign sets them. On a GPU they follow from the memory."""
+    is_own_engine = cell.url is None and not cell.engine and cell.device == "cpu"
+    return is_own_engine and campaign.server.slots is None
+
+
+def slots_at_start(cell: Cell, campaign: Campaign) -> int | None:
+    """Return the slots to start the server of a cell with; None: those that its memory has room
+    for."""
+    if are_slots_open(cell, campaign):
+        return cell.slots or DEFAULT_SETTINGS["cpu"].slots
+    return campaign.server.settings_on(cell.device).slots
+
+
+def max_slots_of(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> int | None:
+    """Return the most slots that the memory has room for; None: the slots are not chosen."""
+    if not are_slots_open(cell, campaign):
+        return None
+    model = cell.model_identity
+    if model.spec is None:  # a model of the hub, whose memory is not known here
+        return DEFAULT_SETTINGS["cpu"].slots
+    wanted = Wanted(Policy.cpu_only, (cell.backend,))
+    context_tokens = min(campaign.server.context_tokens, model.spec.context)
+    request = with_context(_placement_request(campaign, model, wanted), context_tokens)
+    return max_slots(request, facts, Engine(cell.backend, cell.weight_format, "cpu"))
+
+
 # The fastest engine.
 
 
@@ -161,6 +197,7 @@ def fastest_engine(
         backend=choice.backend,
         weight_format=choice.weight_format,
         threads=choice.threads,
+        slots=choice.slots,
         reason=choice.reason,
     )
 
@@ -253,7 +290,7 @@ def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float
     """Return the seconds of measuring that an estimate takes and, on a GPU, the level that confirms
     it. On a GPU that is some 40 s, or 75 s if a TTFT limit of 2 s makes the level a minute long."""
     if cell.device != "gpu":
-        return ESTIMATE_SECONDS
+        return ESTIMATE_SECONDS + (SLOTS_SECONDS if are_slots_open(cell, campaign) else 0.0)
     estimate_seconds = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
     if not is_confirmed:
         return estimate_seconds

@@ -5,6 +5,9 @@
     single streams -> calibration -> a level at 0.8 of the estimated capacity, which confirms it ->
     one more level where that one did not confirm a rate near the estimate
 
+If the calibration shows that another number of slots gives a higher capacity, the server is started
+again with it and calibrated again.
+
 Where no step-time model fits, levels alone find the capacity: the rate doubles while levels meet
 the SLO and halves while they miss it. Then come rates in the middle, until the highest rate that
 met the SLO and the lowest that missed it are within a factor of NARROW, and a long level confirms
@@ -38,7 +41,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
 )
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
-from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.journal_events import Capacity, SlotsChosen
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.slo import Slo, Verdict, requests_to_hold
@@ -103,6 +106,8 @@ class CellProgress:
     min_level_seconds: float  # of the shortest level that confirms a rate
     max_single_stream_seconds: float
     confirms: bool  # False: this cell is only estimated
+    slots_choice: SlotsChosen | None = None  # by its first calibration; None: its slots stay
+    needs_restart: bool = False  # the server still runs with the slots of before that choice
 
     @cached_property
     def single_streams(self) -> list[Level]:
@@ -175,6 +180,8 @@ def next_measurement(progress: CellProgress) -> Measurement:
     )
     if not progress.single_streams:
         return single_stream
+    if progress.needs_restart and progress.slots_choice is not None:
+        return RestartServer(slots_words(progress.slots_choice))
     if search.rates:
         return _given_rate(progress)
     if capacity.state == "misses_slo_unloaded":
@@ -185,6 +192,8 @@ def next_measurement(progress: CellProgress) -> Measurement:
         return single_stream
     if progress.has_latency_limit and not progress.is_calibrated:
         seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
+        if progress.slots_choice is not None:  # the calibration of before no longer holds
+            seconds = max(seconds, MIN_CALIBRATION_SECONDS)
         if seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
     is_none_by_model = capacity.method == "step_times" and not capacity.estimated_rate
@@ -197,6 +206,20 @@ def next_measurement(progress: CellProgress) -> Measurement:
     if capacity.method == "step_times" and progress.has_latency_limit:
         return _confirm_estimate(progress)
     return _search_by_levels(progress)
+
+
+def slots_words(choice: SlotsChosen) -> str:
+    """Return why the server is started again with another number of slots."""
+    rate = formatting.of_requests(formatting.rate(choice.rate, like=choice.previous_rate or None))
+    previous_words = (
+        f"in place of {formatting.rate(choice.previous_rate, like=choice.rate)}"
+        if choice.previous_rate
+        else "where it would miss the SLO"
+    )
+    return (
+        f"by the step times it carries {rate} with {choice.slots} slots, {previous_words} with "
+        f"{choice.previous_slots}; restarting the server with {choice.slots}"
+    )
 
 
 def _given_rate(progress: CellProgress) -> LevelPlan | StopMeasuring:

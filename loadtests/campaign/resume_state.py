@@ -65,7 +65,11 @@ class CellRecord:
         self.levels = [level for level in levels if level.cell == cell.key]
         self.ready: journal.CellReady | None = None  # of its last server
         self.choice: journal.EngineChosen | None = None
-        self.calibrated: journal.Calibrated | None = None
+        self.slots_choice: journal.SlotsChosen | None = None
+        self.needs_restart = False  # its server still runs with the slots of before the choice
+        self.calibrated: journal.Calibrated | None = (
+            None  # with the number of slots that it has now
+        )
         self.ended: journal.CellFinished | journal.CellSkipped | None = None
         self.blocks: dict[int, journal.CellStarted] = {}  # by number
         self.starts = 0  # of its server that became ready, including the one that runs now
@@ -85,6 +89,7 @@ class CellRecord:
                 self.ended = None
             case journal.CellReady():
                 self.ready = event
+                self.needs_restart = False
                 self.starts += 1
                 self.spent_seconds += event.load_seconds or 0.0
             case journal.EngineChosen():
@@ -94,7 +99,14 @@ class CellRecord:
                     backend=event.backend,
                     weight_format=event.weight_format,
                     threads=event.threads,
+                    slots=self.cell.slots or event.slots,
                 )
+            case journal.SlotsChosen():
+                self.slots_choice = event
+                self.cell = msgspec.structs.replace(self.cell, slots=event.slots)
+                if event.is_change:
+                    self.needs_restart = True
+                    self.calibrated = None
             case journal.Calibrated():
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds

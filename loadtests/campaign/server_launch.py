@@ -21,7 +21,11 @@ from typing import Any, Literal
 import msgspec
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, ThirdPartyEngine
-from crossover.loadtests.campaign.cell_selection import layout_of, placement_policy_of
+from crossover.loadtests.campaign.cell_selection import (
+    layout_of,
+    placement_policy_of,
+    slots_at_start,
+)
 from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from crossover.loadtests.host.child_processes import Child, last_line
 from crossover.loadtests.host.cpu_pinning import Layout
@@ -302,6 +306,7 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
         "name": engine.get("backend"),
         "device_name": placement.get("device_name"),
         "predicted": memory.get("predicted"),
+        "memory_share_on_nodes": memory.get("share_on_nodes"),
         "prefix_reuse": placement.get("prefix_reuse"),
     }
     return msgspec.convert(fields, EngineInfo)
@@ -315,6 +320,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     options = {
         **server,
         **msgspec.structs.asdict(campaign.server.settings_on(cell.device)),
+        "slots": slots_at_start(cell, campaign),
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
         "policy": placement_policy_of(cell, campaign),

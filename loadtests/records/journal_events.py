@@ -66,6 +66,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # `estimated_rate` if the server computed each conversation's history again; None: the workload
     # has no conversations, or the server does so.
     estimated_rate_without_reuse: float | None = None
+    # Concurrent conversations at that rate, and at the rate with no prompt cache beside the slots;
+    # None: not known, or there is no prompt cache.
+    users_without_reuse: float | None = None
+    users_without_prompt_cache: float | None = None
     # Advice about the SLO: one under which the interval would be narrow, or under which there would
     # be a capacity; "": none.
     advice: str = ""
@@ -143,6 +147,8 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     threads: int | None = None
     prefix_reuse: str | None = None  # what the engine reuses, as a phrase
     predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
+    # Share of its memory on the NUMA nodes that it was given; None: it was given none.
+    memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
     stored_tokens: int | None = None  # of its prompt cache
     copy_token_seconds: float | None = None  # of a token to or from it
@@ -236,6 +242,22 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     weight_format: str
     reason: str  # includes the estimated capacity of each other engine, or why it cannot be used
     threads: int | None = None  # chosen among several numbers; None: only the default was tried
+    slots: int | None = None  # None: as the campaign says, or the default, since nothing was timed
+
+
+class SlotsChosen(Event, frozen=True, kw_only=True):
+    """The number of slots with which the engine of a cell has the highest capacity by its
+    calibration. If it is another number, the server is started again."""
+
+    cell: str
+    slots: int
+    rate: float  # the simulated capacity with them, requests/s
+    previous_slots: int
+    previous_rate: float  # ... and with these
+
+    @property
+    def is_change(self) -> bool:
+        return self.slots != self.previous_slots
 
 
 class Calibrated(Event, frozen=True, kw_only=True):

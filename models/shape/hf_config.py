@@ -95,8 +95,8 @@ def check_dense(config: dict[str, Any], name: str) -> None:
     if method := _quantization(config):
         raise UnsupportedModel(
             f"{name} has quantized weights ({method}, by config.json), which neither onnx nor "
-            "torch reads. Use the folder of the same model in 16 bits, of which onnx makes 8 or 4 bits, "
-            f"or {_GGUF}."
+            "torch reads. Use the folder of the same model in 16 bits, of which onnx makes 8 or 4 "
+            f"bits, or {_GGUF}."
         )
 
 

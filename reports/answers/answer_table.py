@@ -134,10 +134,27 @@ def _model_detail(answer: ModelAnswer) -> str:
     for cell in answer.cells:
         where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
         if cell.slots:
-            details.append(f"{cell.slots} requests at a time{where}")
+            details.append(f"{cell.slots} slots{where}{_origin_of_slots(cell)}")
         if cell.engine_choice is not None:
             details.append(cell.engine_choice.reason)
     return "; ".join(details)
+
+
+def _origin_of_slots(cell: CellData) -> str:
+    """Return who set the slots; "": it is not known, or they are as many as memory has room for."""
+    if cell.are_slots_set:
+        return ", as the campaign sets"
+    choice = cell.slots_choice
+    if choice is None:
+        return ""
+    if not choice.is_change:
+        return ", chosen by the step times"
+    rate = formatting.rate(choice.rate, like=cell.unit_rate)
+    previous_rate = formatting.rate(choice.previous_rate, like=cell.unit_rate)
+    return (
+        f", chosen by the step times: they carry {rate}, and the {choice.previous_slots} that it "
+        f"started with {previous_rate}"
+    )
 
 
 def _engine_cell(cell: CellData) -> TableCell:

@@ -11,7 +11,8 @@ from functools import lru_cache
 import msgspec
 
 from crossover.reports.answers.model_answers import ModelAnswer
-from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.reports.report_data import CPU, GPU, CellData, ReportData
+from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.capacity.binding_limit import (
     MIN_TAKEN,
     BindingLimit,
@@ -19,7 +20,15 @@ from crossover.serving.capacity.binding_limit import (
     by_other_processes,
     missed_unloaded,
 )
+from crossover.serving.capacity.scheduler_settings import MAX_CPU_SLOTS, MAX_GPU_SLOTS
 from crossover.serving.capacity.slo import Slo
+
+# How endpoints of other projects are told their slots, by their software.
+SLOTS_OPTIONS = {
+    "llama-server": "`llama-server --parallel {slots}`, whose context (-c) all slots share",
+    "ollama": "the variable OLLAMA_NUM_PARALLEL={slots} of the Ollama server",
+    "vllm": "`vllm serve --max-num-seqs {slots}`",
+}
 
 
 @lru_cache(maxsize=64)
@@ -46,7 +55,41 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
         taken_share = None
     if cell.estimated_rate is None:
         return None
-    return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
+    binding = binding_limit(
+        server,
+        slo,
+        cell.estimated_rate,
+        taken_share=taken_share,
+        max_slots=_max_slots(cell),
+        doubling_cost=_doubling_cost(cell),
+    )
+    return msgspec.structs.replace(binding, slots_option=_slots_option(cell))
+
+
+def _max_slots(cell: CellData) -> int:
+    """Return the most slots to consider. Slots that the campaign has chosen are the best ones that
+    memory has room for."""
+    if cell.slots_choice is not None:
+        return cell.slots_choice.slots
+    return MAX_CPU_SLOTS if cell.device == CPU else MAX_GPU_SLOTS
+
+
+def _doubling_cost(cell: CellData) -> float:
+    """Return by which share steps take longer with twice as many slots."""
+    backend = BACKENDS.get("llama_cpp" if cell.backend == "llama-server" else cell.backend)
+    return backend.slot_doubling_cost if backend is not None and cell.device != GPU else 0.0
+
+
+def _slots_option(cell: CellData) -> str:
+    """Return how the server is told its slots; "": not known."""
+    if cell.engine:
+        return "`slots = {slots}` in [server] of the campaign"
+    is_endpoint = cell.ready is not None and cell.ready.layout is None
+    if cell.backend in BACKENDS and not is_endpoint:
+        return "`slots = {slots}` in [server] of the campaign, or leave it out to have them chosen"
+    if cell.backend in BACKENDS:
+        return "`crossover serve --slots {slots}`"
+    return SLOTS_OPTIONS.get(cell.backend, "")
 
 
 def _missed_unloaded(cell: CellData, slo: Slo) -> BindingLimit | None:

@@ -124,6 +124,9 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: StateBytes = _no_state_bytes
     # It can export the KV of a slot whose model has no states, and so have a prompt cache on a CPU.
     has_export: bool = False
+    # By which share a decode step takes longer on the CPU when there are twice as many slots, over
+    # which its rows are spread.
+    slot_doubling_cost: float = 0.0
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
@@ -224,6 +227,8 @@ BACKENDS: dict[str, BackendSpec] = {
         cls="crossover.serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
         kv_row_tokens=llama_kv_row_tokens,
+        # Eight rows that are spread over 64 slots take 1.21 times as long as in neighboring ones.
+        slot_doubling_cost=0.066,
         overhead={
             "cpu": Overhead(fixed_bytes=62_000_000, bytes_per_vocabulary=600),
             "gpu": Overhead(

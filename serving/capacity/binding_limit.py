@@ -7,15 +7,19 @@
 The binding limit is the cost whose halving would raise the capacity most: prompt tokens, decode
 rows, context, or the fixed cost of each step, which on a CPU is mostly reading the weights from
 memory. The shares of the engine's busy time, by the step-time model, explain it. Slots or KV memory
-bind if most requests that missed the SLO had waited for them, and if twice as much would raise the
-capacity about as much as the halved cost would: they take precedence, because they are settings.
+bind if most requests that missed the SLO had waited for them, and if the best number of slots
+(slot_count.py), or twice the memory, would raise the capacity about as much as the halved cost
+would: they take precedence, because they are settings. So does the room for the histories of
+conversations, if a tenth of all prompt tokens are computed again because their KV was lost, and if
+room for all of them would raise the capacity about as much.
 Other processes that took a tenth of the engine's time take precedence over all of these, if single
 requests would meet the SLO without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -23,9 +27,10 @@ import numpy as np
 
 from crossover.models import formatting
 from crossover.serving.capacity.batching_simulator import Simulated
-from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.scheduler_settings import MAX_GPU_SLOTS, SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
+from crossover.serving.capacity.slot_count import MIN_GAIN, REQUESTS, SlotsChoice, best_slots
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
 LimitKind = Literal[
@@ -37,14 +42,20 @@ LimitKind = Literal[
     "context",
     "slots",
     "kv_memory",
+    "histories",
     "other_processes",
 ]
-REQUESTS = 800  # in each of the simulations that are compared with each other
 LIFTED_COST = 0.5  # factor of a cost, to simulate the capacity without that limit
-MORE = 2  # factor of slots or KV memory, to simulate the capacity without that limit
-MIN_GAIN = 1.1  # slots or KV memory bind only if more of them raise the capacity by this factor
-AS_GOOD = 0.9  # ... and if the gain is at least this share of the gain of the halved cost
-MIN_WAITED = 0.5  # ... and if this share of the requests that missed the SLO had waited for them
+MORE = 2  # factor of the KV memory, to simulate the capacity without that limit
+# Slots or KV memory bind only if more of them raise the capacity by MIN_GAIN, if the gain is at
+# least AS_GOOD times that of the halved cost, and if MIN_WAITED of the requests that missed the SLO
+# had waited for them.
+AS_GOOD = 0.9
+MIN_WAITED = 0.5
+MIN_LOST = 0.1  # histories bind only if this share of all prompt tokens is computed again
+# The seconds to copy the KV of a token to or from a prompt cache, as a share of those to compute
+# it, where they were not measured: the largest share of any model (135M in int8).
+COPY_SHARE = 1 / 50
 MIN_TAKEN, MAX_TAKEN = 0.1, 0.9  # of the engine's time, by other processes
 # The costs that may be halved, and the coefficients of the step-time model that belong to each.
 COSTS: dict[LimitKind, tuple[str, ...]] = {
@@ -63,6 +74,7 @@ KIND_WORDS: dict[LimitKind, str] = {
     "context": "attention over the context",
     "slots": "the number of slots",
     "kv_memory": "KV memory",
+    "histories": "room for the histories of conversations",
     "other_processes": "other processes",
 }
 INT8_ENGINE = "an engine that computes in int8 if this one does not"
@@ -75,6 +87,7 @@ REMEDIES: dict[LimitKind, str] = {
     "context": "shorter contexts, a KV cache in 8 bits, or memory with more bandwidth",
     "slots": "more slots",
     "kv_memory": "a larger KV cache, or one in 8 bits",
+    "histories": "more slots, or a larger prompt cache",
     "other_processes": "ending them, or keeping them from the engine's cores",
 }
 COST_WORDS: dict[LimitKind, str] = {
@@ -88,6 +101,7 @@ GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores 
     "unloaded_prompt": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
     "prompts": "shorter prompts, reuse of prefixes, or a faster GPU",
     "rows": "a smaller model, or a faster GPU",
+    "histories": "more slots with a larger KV cache",
 }
 
 
@@ -112,11 +126,18 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
     missed_limit_share: float | None = None
     # The share of the requests that miss the SLO that had waited for a slot or for KV memory.
     waited_share: float | None = None
+    # The share of all prompt tokens that are computed again because their KV was lost.
+    lost_share: float | None = None
     taken_share: float | None = None  # the share of the engine's time that other processes took
-    # The capacity with the binding cost halved, or with twice the slots or KV memory, requests/s.
+    # The capacity with the binding cost halved, or with twice the slots or KV memory, or with room
+    # for all histories, requests/s.
     lifted_rate: float | None = None
-    lifted_to: int | None = None  # the slots, or tokens of KV memory, of that simulation
+    # The slots, or tokens of KV memory or of histories, of that simulation.
+    lifted_to: int | None = None
     is_on_gpu: bool = False  # a GPU serves, for which other remedies help
+    # How its server is told the slots, with "{slots}" for their number: "--slots {slots}"; "": not
+    # known.
+    slots_option: str = ""
 
     @property
     def words(self) -> str:
@@ -125,12 +146,18 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def binding_limit(
-    server: Server, slo: Slo, rate: float, *, taken_share: float | None = None
+    server: Server,
+    slo: Slo,
+    rate: float,
+    *,
+    taken_share: float | None = None,
+    max_slots: int = MAX_GPU_SLOTS,
+    doubling_cost: float = 0.0,
 ) -> BindingLimit:
     """Return what limits a server whose simulated capacity is `rate`, requests/s.
 
     `taken_share`: the part of the time that other processes took from the engine, 0..1; None: it
-    was not watched.
+    was not watched. `max_slots` and `doubling_cost` are those of slot_count.best_slots.
     """
     unloaded = server.unloaded()
     if slo.met_by(unloaded).mean() < slo.target or not rate:
@@ -154,19 +181,32 @@ def binding_limit(
     kind = max(COSTS, key=gain_by_cost.__getitem__)
     gain = gain_by_cost[kind]
     binding = msgspec.structs.replace(binding, kind=kind, lifted_rate=rate * gain)
-    for setting in _larger_settings(server.settings, simulated):
-        waited_share = float(setting.has_waited[missed].mean()) if missed.any() else 0.0
-        if waited_share < MIN_WAITED:
-            continue
-        setting_gain = gains.with_settings(setting.settings)
-        if setting_gain >= max(MIN_GAIN, AS_GOOD * gain):
-            gain = setting_gain
+    choose = partial(best_slots, server, slo, max_slots=max_slots, doubling_cost=doubling_cost)
+    for setting in _larger_settings(gains, simulated, missed, choose):
+        if setting.gain >= max(MIN_GAIN, AS_GOOD * gain):
+            gain = setting.gain
             binding = msgspec.structs.replace(
                 binding,
                 kind=setting.kind,
-                waited_share=waited_share,
+                waited_share=setting.waited_share,
                 lifted_rate=rate * gain,
                 lifted_to=setting.amount,
+            )
+    lost_share = _lost_share(server, simulated)
+    if lost_share >= MIN_LOST:
+        settings = _with_all_histories(server)
+        histories_gain = gains.with_settings(settings)
+        if histories_gain >= max(MIN_GAIN, AS_GOOD * gain):
+            lifted_rate = rate * histories_gain
+            binding = msgspec.structs.replace(
+                binding,
+                kind="histories",
+                lost_share=lost_share,
+                waited_share=None,
+                lifted_rate=lifted_rate,
+                lifted_to=_history_tokens(
+                    server.changed(None, settings, count=REQUESTS), lifted_rate
+                ),
             )
     return binding
 
@@ -189,12 +229,12 @@ class _Gains:
     """The capacities of changed servers as multiples of one server's, with the same requests."""
 
     def __init__(self, server: Server, slo: Slo) -> None:
-        self._server, self._slo = server, slo
+        self.server, self._slo = server, slo
         self._own = self._capacity()
 
     def cheaper(self, kind: LimitKind) -> float:
         """Return the gain of halving one cost."""
-        step_times = self._server.step_times
+        step_times = self.server.step_times
         lowered = {name: getattr(step_times, name) * LIFTED_COST for name in COSTS[kind]}
         if not any(lowered.values()):
             return 1.0
@@ -216,30 +256,68 @@ class _Gains:
         step_times: StepTimeModel | None = None,
         settings: SchedulerSettings | None = None,
     ) -> float:
-        count = min(self._server.count, REQUESTS)
-        return self._server.changed(step_times, settings, count=count).crossing(self._slo)
+        count = min(self.server.count, REQUESTS)
+        return self.server.changed(step_times, settings, count=count).crossing(self._slo)
 
 
 class _LargerSetting(NamedTuple):
-    """Settings with more slots or KV memory, to simulate what they would gain."""
+    """More slots or KV memory, and what they gain."""
 
     kind: LimitKind
-    has_waited: Flags  # which requests waited for what there is too little of
-    settings: SchedulerSettings
-    amount: int  # the slots, or tokens of KV memory, in `settings`
+    waited_share: float  # of the requests that missed the SLO: those that had waited for it
+    gain: float  # the capacity with it as a multiple of the server's
+    amount: int  # the slots, or tokens of KV memory
 
 
-def _larger_settings(settings: SchedulerSettings, simulated: Simulated) -> Iterator[_LargerSetting]:
-    """Yield the settings with MORE times the slots, and with MORE times the KV memory."""
-    if simulated.waited_for_slot is not None:
-        slots = settings.slots * MORE
-        step_tokens = max(settings.step_tokens, 2 * slots)
-        larger = msgspec.structs.replace(settings, slots=slots, step_tokens=step_tokens)
-        yield _LargerSetting("slots", simulated.waited_for_slot, larger, slots)
-    if simulated.waited_for_kv is not None and settings.kv_tokens is not None:
+def _larger_settings(
+    gains: _Gains, simulated: Simulated, missed: Flags, choose: Callable[[], SlotsChoice]
+) -> Iterator[_LargerSetting]:
+    """Yield the best number of slots and twice the KV memory, each only if most requests that
+    missed the SLO had waited for it."""
+
+    def waited_share(has_waited: Flags | None) -> float:
+        return 0.0 if has_waited is None or not missed.any() else float(has_waited[missed].mean())
+
+    slots_share = waited_share(simulated.waited_for_slot)
+    kv_share = waited_share(simulated.waited_for_kv)
+    settings = gains.server.settings
+    if slots_share >= MIN_WAITED:
+        choice = choose()
+        if choice.slots > settings.slots:
+            yield _LargerSetting("slots", slots_share, choice.gain, choice.slots)
+    if kv_share >= MIN_WAITED and settings.kv_tokens is not None:
         kv_tokens = settings.kv_tokens * MORE
         larger = msgspec.structs.replace(settings, kv_tokens=kv_tokens)
-        yield _LargerSetting("kv_memory", simulated.waited_for_kv, larger, kv_tokens)
+        yield _LargerSetting("kv_memory", kv_share, gains.with_settings(larger), kv_tokens)
+
+
+def _with_all_histories(server: Server) -> SchedulerSettings:
+    """Return the server's settings with a prompt cache that never drops a history."""
+    settings, lengths = server.settings, server.lengths
+    copy_seconds = COPY_SHARE * server.step_times.prompt_token_seconds
+    return msgspec.structs.replace(
+        settings,
+        stored_tokens=int((lengths.prompt + lengths.output).sum()),
+        copy_token_seconds=settings.copy_token_seconds or copy_seconds,
+    )
+
+
+def _history_tokens(server: Server, rate: float) -> int:
+    """Return the tokens in the histories of the users who are there at this rate, rounded to two
+    digits."""
+    tokens = (server.users(rate) or 0.0) * float(
+        (server.lengths.prompt + server.lengths.output).mean()
+    )
+    return int(float(f"{tokens:.1e}"))
+
+
+def _lost_share(server: Server, simulated: Simulated) -> float:
+    """Return the share of all prompt tokens that the server computes again because another
+    conversation took the place of their KV, 0..1."""
+    if server.lengths.turns is None:
+        return 0.0
+    lost_tokens = server.max_cached().mean() - np.nanmean(simulated.cached)
+    return max(0.0, float(lost_tokens / server.lengths.prompt.mean()))
 
 
 def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
@@ -305,13 +383,22 @@ def sentence_of(binding: BindingLimit) -> str:
         return f"Even a single request misses {_missed_words(binding)}. What helps: {remedy}."
     subject = f"{binding.words[:1].upper()}{binding.words[1:]}"
     if binding.kind in ("slots", "kv_memory"):
-        unit, waited_for = "tokens of KV memory", "it"
+        unit, waited_for, how = "tokens of KV memory", "it", ""
         if binding.kind == "slots":
             unit, waited_for = "slots", "a slot"
+            if binding.slots_option:
+                how = f" To set them: {binding.slots_option.format(slots=binding.lifted_to)}."
         return (
             f"{subject} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
             f"had to wait for {waited_for}. {binding.lifted_to:,} {unit} would raise the capacity"
-            f"{_rise(binding)}."
+            f"{_rise(binding)}.{how}"
+        )
+    if binding.kind == "histories":
+        return (
+            f"{subject} binds: {_percent(binding.lost_share)} of all prompt tokens are computed "
+            "again, because the histories that they belong to do not fit. Room for about "
+            f"{binding.lifted_to:,} tokens of them would raise the capacity{_rise(binding)}. "
+            f"What helps: {remedy}."
         )
     if binding.kind == "other_processes":
         rise = _rise(binding)

@@ -20,7 +20,11 @@ from msgspec import Meta
 from crossover.serving.option_help import Count, Positive, Seconds
 
 AUTO = "auto"  # the KV cache has the type that the backend holds by itself
-MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more
+# Where nobody says how many slots, and memory has room for more.
+MAX_CPU_SLOTS, MAX_GPU_SLOTS = 64, 256
+# The numbers that are compared where slots are chosen: powers of two, between which the capacity
+# differs little.
+SLOT_COUNTS = (4, 8, 16, 32, 64, 128, 256)
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +54,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.context_tokens, self.pool_tokens)
 
 
-# By device. Placement gives a GPU as many slots, up to these, as its memory has room for.
+# By device. Placement gives a GPU as many slots, up to these, as its memory has room for, and some
+# engines on the CPU more than these (placement_policy.max_slots).
 DEFAULT_SETTINGS: Mapping[str, SchedulerSettings] = {
     "cpu": SchedulerSettings(),
     "gpu": SchedulerSettings(slots=MAX_GPU_SLOTS, prefill_tokens=2048, step_tokens=2048),

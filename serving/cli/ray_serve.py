@@ -27,7 +27,7 @@ import msgspec
 from crossover.models.child_process import python_variables
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.weights.weights_manifest import write_atomically
-from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
+from crossover.serving.capacity.scheduler_settings import MAX_CPU_SLOTS, MAX_GPU_SLOTS
 from crossover.serving.errors import EngineFailed, ServingError
 from crossover.serving.hardware.machine_facts import allowed_cores
 from crossover.serving.option_help import flags_of
@@ -66,7 +66,7 @@ def launch_on_ray(options: ServeOptions) -> int:
 
     try:
         cpus, gpus = share_of(nodes, options)
-        slots = options.filled(DEFAULT_SETTINGS["gpu" if gpus else "cpu"]).slots
+        slots = options.slots or (MAX_GPU_SLOTS if gpus else MAX_CPU_SLOTS)
         serve.start(http_options={"host": options.host, "port": port})
         replica = serve.deployment(
             serve.ingress(Ingress(options, api_key, cpus))(Replica),
@@ -192,6 +192,7 @@ class Ingress:
             self._api_key,
             cors_origins=self._options.cors_origin,
             has_open_metrics=self._options.open_metrics,
+            requires_cache_salt=self._options.require_cache_salt,
         )
         await _registry.start()
         (model,) = _registry.models.values()

@@ -50,6 +50,7 @@ from crossover.serving.capacity.simulated_capacity import (
     sd_of,
 )
 from crossover.serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
+from crossover.serving.capacity.slot_count import MIN_GAIN, SlotsChoice, best_slots
 from crossover.serving.hardware.cpu_topology import SHARED_CORES
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.engine_times import (
@@ -66,7 +67,12 @@ from crossover.serving.placement.engines import (
     engines,
     in_requested_spelling,
 )
-from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest, consider
+from crossover.serving.placement.placement_policy import (
+    NoPlacement,
+    PlacementRequest,
+    consider,
+    max_slots,
+)
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 BEST = "best"  # in a campaign file: the backend that this module chooses
@@ -132,6 +138,7 @@ class EngineChoice(NamedTuple):
     reason: str
     candidates: tuple[EngineCandidate, ...]
     threads: int | None = None  # None: only the requested number was measured
+    slots: int | None = None  # None: as requested, or the default, since nothing was measured
 
 
 class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +157,9 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     # server starts.
     may_measure_reference: bool = False
     are_threads_open: bool = False  # the user set no number of threads, so half are tried too
+    # The workload is only assumed: of numbers of slots that serve it equally well, the largest is
+    # chosen, because idle slots keep the histories of conversations.
+    prefers_more_slots: bool = False
 
     @property
     def settings(self) -> SchedulerSettings:
@@ -214,8 +224,38 @@ def fastest_backend(
         reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
     best = ranking[0]
-    reason = _reason(question, best, candidates)
-    return EngineChoice(best.backend, best.weight_format, reason, tuple(candidates), best.threads)
+    reason, slots = _reason(question, best, candidates), None
+    if best.times is not None and best.rate and question.request.settings.slots is None:
+        chosen = _slots_of(question, best, best.times, facts)
+        slots = chosen.slots
+        if slots != chosen.present_slots:
+            reason += f"; with {slots} slots {_slots_reason(chosen)}"
+    return EngineChoice(
+        best.backend, best.weight_format, reason, tuple(candidates), best.threads, slots
+    )
+
+
+def _slots_of(
+    question: EngineQuestion, engine: EngineCandidate, times: EngineTimes, facts: HardwareFacts
+) -> SlotsChoice:
+    """Return the number of slots with which the engine has the highest capacity."""
+    server = ServerModel(step_times_of_timings(times), question.settings)
+    on_cpu = Engine(engine.backend, engine.weight_format, "cpu")
+    return best_slots(
+        server.simulated(Demand(question.workload), CHOICE_REQUESTS),
+        SLO_PRESETS["batch"] if engine.is_without_slo else question.slo,
+        max_slots=max_slots(question.request, facts, on_cpu),
+        doubling_cost=spec_of(engine.backend).slot_doubling_cost,
+        prefers_more=question.prefers_more_slots,
+    )
+
+
+def _slots_reason(chosen: SlotsChoice) -> str:
+    """Return what the chosen slots give."""
+    if chosen.gain < MIN_GAIN:
+        return "it carries as much and keeps more histories of conversations"
+    more = rate(chosen.rate, like=chosen.present_rate)
+    return f"it carries {more} in place of {rate(chosen.present_rate)}"
 
 
 def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[EngineCandidate]:

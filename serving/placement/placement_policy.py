@@ -38,7 +38,9 @@ from crossover.serving.backends.backend_table import format_of, spec_of
 from crossover.serving.capacity.scheduler_settings import (
     AUTO,
     DEFAULT_SETTINGS,
+    MAX_CPU_SLOTS,
     MAX_GPU_SLOTS,
+    SLOT_COUNTS,
     RequestedSettings,
     SchedulerSettings,
 )
@@ -61,6 +63,13 @@ USABLE_SHARE = 0.95  # share of the free memory that a placement may use
 # but the context is at least MIN_CONTEXT tokens.
 KV_SHARE = 0.25
 MIN_CONTEXT = 2048
+# The default size of the prompt cache is this share of the memory that is left after weights, KV
+# cache and buffers. More than MAX_PROMPT_CACHE_BYTES, or than so many times the KV cache of all
+# slots, hardly raised a simulated capacity: the histories of all users that the engine can serve
+# fit.
+PROMPT_CACHE_SHARE = 0.25
+MAX_PROMPT_CACHE_BYTES = 4 << 30
+MAX_PROMPT_CACHE_TO_KV = 8
 KV_BLOCK_TOKENS = 256  # llama.cpp rounds the length of its KV cache up to a multiple of this
 
 
@@ -75,7 +84,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted()
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
-    prompt_cache_bytes: int = 0  # as requested; 0: none
+    prompt_cache_bytes: int | None = None  # as requested; 0: none; None: default_prompt_cache
     weight_bytes: int | None = None  # size of the file; None: there is no file yet
     # The memory besides the weights that the CPU's engine reports for this file, by ascending
     # context length; {}: there is no file yet, or the engine cannot report it.
@@ -167,8 +176,10 @@ def plan(
             f"{request.model.name}"
         )
         reasons.insert(0, Reason(None, text))
-    if attempts and attempts[0].memory.prompt_cache_bytes < request.prompt_cache_bytes:
-        reasons.append(Reason(None, _why_smaller_cache(request, attempts[0])))
+    requested_bytes = request.prompt_cache_bytes or 0
+    if attempts and attempts[0].memory.prompt_cache_bytes < requested_bytes:
+        text = _why_smaller_cache(request, requested_bytes, attempts[0])
+        reasons.append(Reason(None, text))
     if not attempts:
         raise runs_nowhere(request.model, reasons)
     return Placement(
@@ -180,7 +191,7 @@ def plan(
     )
 
 
-def _why_smaller_cache(request: PlacementRequest, attempt: Attempt) -> str:
+def _why_smaller_cache(request: PlacementRequest, requested_bytes: int, attempt: Attempt) -> str:
     """Return why the prompt cache of the chosen engine is smaller than requested, or not there."""
     engine = f"{attempt.backend} on the {attempt.device.upper()}"
     if not request.prefix_reuse:
@@ -190,7 +201,7 @@ def _why_smaller_cache(request: PlacementRequest, attempt: Attempt) -> str:
     if attempt.memory.state_bytes:
         name = request.model.name
         return f"no prompt cache, since {name} has states or windows that cannot be truncated"
-    requested = size(request.prompt_cache_bytes)
+    requested = size(requested_bytes)
     fitting = size(attempt.memory.prompt_cache_bytes)
     return f"prompt cache reduced from {requested} to {fitting}, which fits in memory"
 
@@ -360,7 +371,9 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
     several GPUs, the one with the most free memory is used.
 
     If the number of slots is not set, a GPU gets as many as fit beside the weights and buffers, at
-    most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default.
+    most MAX_GPU_SLOTS. If the driver does not report the free memory, it gets the CPU's default. On
+    the CPU, an engine that is usual there and whose steps do not take longer with more slots gets
+    `max_slots`; any other gets the default.
     """
     backend, device = engine.backend, engine.device
     spec, model, requested = spec_of(backend), request.spec, request.settings
@@ -408,10 +421,7 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
         )
         can_cache = spec.has_export and gpu is None and not memory.state_bytes
         if request.prefix_reuse and can_cache:
-            # If memory is short, the prompt cache is the first to get less.
-            cache_bytes = request.prompt_cache_bytes
-            if usable_bytes is not None:
-                cache_bytes = max(0, min(cache_bytes, usable_bytes - memory.total_bytes))
+            cache_bytes = _prompt_cache_bytes(request, memory, usable_bytes)
             memory = msgspec.structs.replace(memory, prompt_cache_bytes=cache_bytes)
         return Attempt(
             device=device,
@@ -434,7 +444,48 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
             slot_counts, usable_bytes, key=lambda slots: with_slots(slots).need_bytes
         )
         return with_slots(max(1, fitting_slots))
-    return with_slots(requested.slots or DEFAULT_SETTINGS["cpu"].slots)
+    slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
+    if requested.slots is None and spec.is_cpu_candidate and not spec.slot_doubling_cost:
+        slots = max_slots(request, facts, engine)
+    return with_slots(slots)
+
+
+def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> int:
+    """Return the most slots that the memory of the CPU has room for, up to MAX_CPU_SLOTS. The
+    context must be set.
+
+    KV cache and buffers may use KV_SHARE of the free memory. The default number is always allowed,
+    and is the answer where the free memory is not known.
+    """
+    default_slots = DEFAULT_SETTINGS["cpu"].slots
+    context_tokens = request.settings.context_tokens
+    assert context_tokens is not None
+
+    def fits(slots: int) -> bool:
+        attempt = predict(with_context(request, context_tokens, slots=slots), facts, engine)
+        if attempt.free_bytes is None:
+            return False
+        memory = attempt.memory
+        growing_bytes = memory.kv_bytes + memory.state_bytes + memory.buffer_bytes
+        return attempt.fits and growing_bytes <= KV_SHARE * attempt.free_bytes
+
+    more = [count for count in SLOT_COUNTS if default_slots < count <= MAX_CPU_SLOTS]
+    return max([default_slots, *filter(fits, more)])
+
+
+def _prompt_cache_bytes(
+    request: PlacementRequest, memory: EngineMemory, usable_bytes: int | None
+) -> int:
+    """Return the size of the prompt cache beside the rest of an engine's memory, of which it is the
+    first to get less if memory is short."""
+    requested_bytes = request.prompt_cache_bytes
+    if usable_bytes is None:
+        return requested_bytes or 0
+    free_bytes = max(0, usable_bytes - memory.total_bytes)
+    if requested_bytes is not None:
+        return min(requested_bytes, free_bytes)
+    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * memory.kv_bytes)
+    return min(max_bytes, int(PROMPT_CACHE_SHARE * free_bytes))
 
 
 def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> EngineMemory:

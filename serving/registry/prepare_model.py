@@ -237,6 +237,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     if question is not None and placement.device == "cpu":
         choice = fastest_backend(question, facts, machine.say, machine.progress)
         request = with_engine(request, choice.backend, choice.weight_format)
+        request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
         split = machine.split(model.cores, choice.threads or model.threads, placement)
@@ -397,6 +398,7 @@ def engine_question(
         are_threads_open=model.threads is None,
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,
+        prefers_more_slots=True,
     )
 
 

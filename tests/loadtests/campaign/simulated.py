@@ -23,6 +23,7 @@ import pytest
 
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
+from crossover.loadtests.campaign.cell_selection import are_slots_open, slots_at_start
 from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import ServerBench, judge_level
 from crossover.loadtests.campaign.progress import Progress
@@ -54,6 +55,7 @@ name = "simulated"
 models = {models}
 backends = ["fake"]
 budget_seconds = {budget}
+{slots}
 workload = {{ preset = "chat", max_prompt_tokens = {tokens[0]}, max_output_tokens = {tokens[1]} }}
 {more}
 [slo]
@@ -75,9 +77,11 @@ def campaign(
     search: str = "",
     more: str = "",
     most_tokens: tuple[int, int] = (128, 32),
+    slots: int | None = 8,
 ) -> Plan:
-    """A small campaign of the simulated server."""
+    """A small campaign of the simulated server. `slots` None: they are chosen."""
     given = {"budget": budget, "models": models, "starts": starts, "ttft": ttft}
+    given["slots"] = "" if slots is None else f"server.slots = {slots}"
     given["tokens"] = most_tokens
     return parse_campaign(CAMPAIGN.format(**given, search=search, more=more))
 
@@ -170,7 +174,12 @@ class Simulated:
         state.record(CellReady(cell=state.key, url="simulated", load_seconds=5.0))
         yield Bench(self, state)
 
-    def server(self, seed: int, start: int = 1) -> Serves:
+    def chosen_slots(self, state: CellState) -> int | None:
+        """The slots with which a cell's server is started; None: the campaign does not choose."""
+        is_open = are_slots_open(state.cell, state.campaign)
+        return slots_at_start(state.cell, state.campaign) if is_open else None
+
+    def server(self, seed: int, start: int = 1, slots: int | None = None) -> Serves:
         if self.serving is not None:
             return self.serving(seed, self.now, start)
         rng = np.random.default_rng(seed)
@@ -181,7 +190,7 @@ class Simulated:
             speed = self.speed(at) * (1 - self.hog_share * (self.hog[0] <= at < self.hog[1]))
             return plain * float(np.exp(self.noise * rng.normal())) / speed
 
-        server = KnownServer(steps, slots=self.slots, chunk=self.chunk)
+        server = KnownServer(steps, slots=slots or self.slots, chunk=self.chunk)
         return server
 
     def cores(self, start: float, end: float) -> CoresSample:
@@ -204,6 +213,9 @@ class Bench(ServerBench):
     def __init__(self, world: Simulated, state: CellState) -> None:
         super().__init__(state, Progress(world.output))
         self.world, self.policy, self.slots = world, world.policy, world.reported_slots
+        slots = world.chosen_slots(state)
+        if self.policy is not None and slots is not None:
+            self.policy = msgspec.structs.replace(self.policy, slots=slots)
 
     def measure(self, name: str, plan: LevelPlan, *, counts_disturbed: bool = False) -> Level:
         world, state = self.world, self.state
@@ -244,7 +256,8 @@ class Bench(ServerBench):
         return level
 
     def _records(self, name: str, plan: LevelPlan) -> list[RequestRecord]:
-        server, state = self.world.server(plan.seed, self.state.starts), self.state
+        state = self.state
+        server = self.world.server(plan.seed, state.starts, self.world.chosen_slots(state))
         workload = state.campaign.workload
         named = (state.key, name)
         if plan.burst is not None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from crossover.loadtests.campaign.campaign_file import parse_campaign
-from crossover.loadtests.campaign.cell_runner import cell_progress
+from crossover.loadtests.campaign.cell_runner import cell_progress, with_less_reuse
 from crossover.loadtests.campaign.next_measurement import (
     StopMeasuring,
     next_measurement,
@@ -22,20 +22,24 @@ from crossover.loadtests.records.journal_events import (
     LevelFinished,
     LevelStarted,
     NeverQuiet,
+    SlotsChosen,
     Waited,
     of_kind,
 )
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
+    LOADED,
     NO_REUSE,
     QUICK_REQUESTS,
     Demand,
+    PrefixReuse,
     ServerModel,
 )
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.campaign.simulated import Simulated, campaign
+from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
@@ -313,6 +317,7 @@ TALK = """name = "talk"
 models = ["135m"]
 backends = ["fake"]
 budget_seconds = 900
+server.slots = 8
 [slo]
 ttft_seconds = 1.0
 tpot_seconds = 0.2
@@ -324,6 +329,28 @@ turns = { mean = 4, sd = 2, min = 1, max = 8 }
 think_seconds = { mean = 8, sd = 5, min = 1, max = 30 }
 turn_tokens = { mean = 40, sd = 20, min = 20, max = 120 }
 """
+
+
+def test_the_users_without_prompt_cache_are_those_of_a_server_without_one() -> None:
+    campaign = parse_campaign(TALK).campaign
+    demand = Demand(campaign.workload)
+    step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.004, prompt_token_seconds=0.0025)
+    slots = ServerModel(step_times, SchedulerSettings(slots=3), reuse=PrefixReuse())
+    settings = msgspec.structs.replace(slots.settings, stored_tokens=20_000)
+    cached = msgspec.structs.replace(slots, settings=settings)
+    users = {
+        server: server.slower(LOADED).capacity(demand, campaign.slo, QUICK_REQUESTS).users
+        for server in (cached, slots, cached.without_reuse())
+    }
+    measured = Capacity(
+        state="confirmed", method="step_times", estimated_rate=1.0, users=2 * (users[cached] or 0)
+    )
+    found = with_less_reuse(measured, cached, demand, campaign.slo)
+    assert found.users_without_prompt_cache == pytest.approx(2 * (users[slots] or 0))
+    assert found.users_without_reuse == pytest.approx(2 * (users[cached.without_reuse()] or 0))
+    assert measured.users is not None and found.users_without_prompt_cache is not None
+    assert found.users_without_prompt_cache < 0.8 * measured.users
+    assert with_less_reuse(measured, slots, demand, campaign.slo).users_without_prompt_cache is None
 
 
 def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_path: Path) -> None:
@@ -355,5 +382,69 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     assert found.confirmed_rate < with_reuse
     output = world.output.getvalue()
     assert "Prefix caching raises the capacity from " in output and " users at a time." in output
+    assert found.users_without_reuse is not None and found.users_without_reuse < found.users
+    assert found.users_without_prompt_cache is None, "the server has none"
     levels = [one for one in started(folder) if one.plan.rate is not None]
     assert all(one.plan.warmup_seconds > 20 for one in levels)
+
+
+def test_the_server_is_started_again_with_the_slots_that_carry_more(tmp_path: Path) -> None:
+    """With 16 slots requests wait for one; the steps of more rows are hardly longer."""
+    world = Simulated(base=0.1, row=0.002, prompt=0.0002)
+    plan = campaign(900, slots=None, ttft=2.0)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    events = read_records(folder).events
+    (choice,) = of_kind(events, SlotsChosen)
+    assert choice.previous_slots == 16 < choice.slots and choice.rate > 1.1 * choice.previous_rate
+    assert len(world.opened) == 2, "the server is started again once"
+    made = of_kind(events, Calibrated)
+    assert [one.server and one.server.settings.slots for one in made] == [16, choice.slots]
+    found = found_in(folder)
+    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.15)
+    assert found.confirmed_rate is not None and found.confirmed_rate > choice.previous_rate
+    assert f"{choice.slots} slots" in world.output.getvalue()
+    truth = ServerModel(
+        StepTimeModel(base_seconds=0.1, row_seconds=0.002, prompt_token_seconds=0.0002),
+        SchedulerSettings(slots=choice.slots, step_tokens=2048, step_seconds_target=None),
+    ).capacity(Demand(plan.campaign.workload), plan.campaign.slo)
+    assert truth.rate == pytest.approx(choice.rate, rel=0.15), "the gain is real"
+
+
+def test_fewer_slots_are_chosen_where_more_rows_miss_the_slo(tmp_path: Path) -> None:
+    """Sixteen rows take longer than the SLO allows for a token, and four do not."""
+    world = Simulated(base=0.02, row=0.025, prompt=0.0005)
+    folder = world.run(campaign(900, slots=None, ttft=4.0), tmp_path)
+    (choice,) = of_kind(read_records(folder).events, SlotsChosen)
+    assert choice.slots < 16 and choice.rate > 1.1 * choice.previous_rate
+    assert found_in(folder).estimated_rate == pytest.approx(choice.rate, rel=0.15)
+
+
+def test_the_slots_of_the_campaign_stay(tmp_path: Path) -> None:
+    world = Simulated(base=0.1, row=0.002, prompt=0.0002)
+    folder = world.run(campaign(900, slots=8, ttft=2.0), tmp_path)
+    assert not of_kind(read_records(folder).events, SlotsChosen) and len(world.opened) == 1
+    (made,) = of_kind(read_records(folder).events, Calibrated)
+    assert made.server is not None and made.server.settings.slots == 8
+
+
+def test_without_time_for_a_second_calibration_the_slots_stay(tmp_path: Path) -> None:
+    world = Simulated(base=0.1, row=0.002, prompt=0.0002)
+    folder = world.run(campaign(35, slots=None, ttft=2.0), tmp_path)
+    assert not of_kind(read_records(folder).events, SlotsChosen) and len(world.opened) == 1
+
+
+def test_a_kill_between_the_choice_and_the_restart_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = campaign(900, slots=None, ttft=2.0)
+    whole = Simulated(base=0.1, row=0.002, prompt=0.0002).run(plan, tmp_path / "whole")
+    kinds = [type(event) for event in read_records(whole).events]
+    world = Simulated(base=0.1, row=0.002, prompt=0.0002)
+    with killed_after(monkeypatch, kinds.index(SlotsChosen) + 1):
+        world.run(plan, tmp_path / "killed")
+    (folder,) = (tmp_path / "killed").iterdir()
+    world.resume(folder)
+    check_folder(folder)
+    assert len(of_kind(read_records(folder).events, SlotsChosen)) == 1
+    assert found_in(folder).estimated_rate == pytest.approx(found_in(whole).estimated_rate, rel=0.1)

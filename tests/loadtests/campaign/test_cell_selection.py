@@ -78,7 +78,7 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
     confirmed = cells_to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
     found = share_budget(plan.cells, confirmed, 480.0, plan.campaign)
-    assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
+    assert sorted(found.values()) == [80.0, 80.0, 160.0, 160.0]
     assert set(share_budget(plan.cells, confirmed, 40.0, plan.campaign).values()) == {10.0}
     everyone = on_machine('name = "x"\nmodels = ["8b", "a/b"]')
     assert cells_to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}

@@ -235,7 +235,7 @@ def test_a_gpu_takes_the_seconds_that_it_needs_and_the_cpu_has_the_rest() -> Non
     assert confirmed == {"llama-3.2-1b-Q4_0-llama_cpp-cpu", "llama-3.1-8b-bf16-torch-gpu"}
     found = [share_budget(plan.cells, confirmed, 480.0, plan.campaign)[key] for key in keys(plan)]
     # Single streams 8 s, bursts 5 s; a level of 30 times the TTFT limit, 10 s around it.
-    assert found == [480 - 13 - 60 - 53, 13.0, 60.0, 53.0]
+    assert found == [480 - 13 - 80 - 53, 13.0, 80.0, 53.0]
     only = [cell for cell in plan.cells if cell.device == "gpu"]
     both = {cell.key for cell in only}
     assert set(share_budget(only, both, 480.0, plan.campaign).values()) == {240.0}, (

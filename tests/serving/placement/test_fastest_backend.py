@@ -64,12 +64,13 @@ def make_question(
     model: str = "135m",
     kv_dtype: str = "auto",
     formats: tuple[str, ...] = (),
+    slots: int | None = 8,
     **more: Any,
 ) -> EngineQuestion:
     request = PlacementRequest(
         model=identify(model),
         wanted=Wanted(formats=formats),
-        settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
+        settings=RequestedSettings(slots=slots, context_tokens=512, kv_dtype=kv_dtype),
     )
     settings: dict[str, Any] = {"may_measure": False, "workload": WORK, **more}
     return EngineQuestion(
@@ -88,9 +89,11 @@ def keep_times(
     backend: str = "onnx",
     model: str = "135m",
     kv_dtype: str = "auto",
+    slots: int | None = 8,
 ) -> None:
     engine = EngineCandidate(backend=backend, weight_format=weight_format)
-    save_times(cache, FACTS, make_question(cache, model, kv_dtype).key(engine), found)
+    question = make_question(cache, model, kv_dtype, slots=slots)
+    save_times(cache, FACTS, question.key(engine), found)
 
 
 def chosen(
@@ -118,6 +121,20 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
     rates = [one.rate for one in choice.candidates]
     assert rates[1] > 1.5 * rates[0] > 0 and "onnx int8: " in choice.reason
+
+
+def test_slots_that_nobody_set_are_those_that_carry_most(tmp_path: Path) -> None:
+    """Steps take as long with many rows as with one, so more slots carry more, as far as memory
+    goes."""
+    quick_prompts = msgspec.structs.replace(times(0.05), prompt_tokens_per_second=5000)
+    keep_times(tmp_path, "int8", quick_prompts, slots=None)
+    keep_times(tmp_path, "Q4_0", times(0.5), "llama_cpp", slots=None)
+    choice = chosen(tmp_path, slots=None)
+    assert (choice.backend, choice.slots) == ("onnx", 64)
+    assert "; with 64 slots it carries " in choice.reason
+    small = chosen(tmp_path, slots=None, memory_bytes=3 << 30)
+    assert small.slots == 32 < 64, "a quarter of the memory"
+    assert chosen(tmp_path, slots=8).slots is None, "the user's number stays"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_auto_without_a_gpu_chooses_the_cpu_and_explains_it() -> None:
 
 
 def test_a_prompt_cache_is_part_of_the_memory_and_the_first_to_get_less() -> None:
-    without = planned(SMALL, machine())
+    without = planned(SMALL, machine(), prompt_cache_bytes=0)
     cached = planned(SMALL, machine(), prompt_cache_bytes=GIB)
     assert cached.memory.prompt_cache_bytes == GIB
     assert cached.need_bytes == without.need_bytes + GIB
@@ -94,6 +94,24 @@ def test_a_prompt_cache_is_part_of_the_memory_and_the_first_to_get_less() -> Non
     assert reduced.fits and reduced.settings == without.settings
     assert 0.4 * GIB < reduced.memory.prompt_cache_bytes < 0.5 * GIB
     assert "prompt cache reduced from 1 GiB to" in "\n".join(explain(reduced))
+
+
+def test_the_default_prompt_cache_takes_a_quarter_of_what_is_left() -> None:
+    without = planned(SMALL, machine(), prompt_cache_bytes=0)
+    assert without.memory.prompt_cache_bytes == 0
+    large = planned(SMALL, machine())
+    assert large.memory.prompt_cache_bytes == 4 * GIB
+    assert large.need_bytes == without.need_bytes + 4 * GIB and not causes(large)[1:]
+    small = planned(SMALL, machine(memory_gib=4))
+    left_bytes = 0.95 * 4 * GIB - without.need_bytes
+    assert small.memory.prompt_cache_bytes == pytest.approx(left_bytes / 4, abs=2)
+    assert small.settings == without.settings, "the context is not shortened for it"
+    tiny = planned(SMALL, machine(), context_tokens=128, slots=4)
+    assert tiny.memory.prompt_cache_bytes == 8 * tiny.memory.kv_bytes < 4 * GIB
+    for options in ({"backend": "torch"}, {"prefix_reuse": False}):
+        placement = planned(SMALL, machine(), **options)
+        assert placement.memory.prompt_cache_bytes == 0
+        assert "prompt cache" not in "\n".join(explain(placement)), "nobody requested one"
 
 
 @pytest.mark.parametrize(
@@ -179,6 +197,7 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     assert placement.memory.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
     cache, buffers = placement.memory.kv_bytes, placement.memory.buffer_bytes
     parts = placement.memory.weight_bytes, cache, buffers, placement.memory.overhead_bytes
+    parts += (placement.memory.prompt_cache_bytes,)
     assert placement.need_bytes == sum(parts) and min(parts) > 0
     few = planned(EIGHT, machine(), context_tokens=100, kv_tokens=123)
     assert few.memory.kv_bytes == 123 * token_bytes
@@ -364,7 +383,8 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
     for options in ("auto", stored):
         placement = planned(SMALL, machine(isa=isa), kv_dtype=options, **settings)
         assert placement.settings.kv_dtype == stored
-        assert placement.memory.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(stored)
+        tokens = placement.settings.slots * 2048
+        assert placement.memory.kv_bytes == tokens * SMALL.kv_bytes_per_token(stored)
     if backend != "llama_cpp":
         refusal = f"{backend} on the CPU stores its KV cache in {stored}, not in q8_0"
         with pytest.raises(NoPlacement, match=refusal):
@@ -379,3 +399,21 @@ def test_a_tied_embedding_is_planned_twice_on_a_cpu_with_amx() -> None:
     assert with_amx.memory.weight_bytes == without.memory.weight_bytes
     embedding = 2 * SMALL.vocabulary * SMALL.hidden
     assert with_amx.memory.overhead_bytes - without.memory.overhead_bytes == embedding
+
+
+def test_onnx_has_16_to_64_slots_by_the_memory_of_the_cpu() -> None:
+    """KV cache and buffers take at most a quarter of the free memory, but 16 slots are always
+    tried; a number that the user sets stays, and llama_cpp, which is slower with more, has 16."""
+    slots_by_memory = {}
+    for memory_gib in (3, 8, 16, 32, 256):
+        placement = planned(SMALL, machine(memory_gib), backend="onnx")
+        slots_by_memory[memory_gib] = placement.settings.slots
+        if placement.settings.slots > 16:
+            assert placement.memory.kv_bytes <= 0.25 * (placement.free_bytes or 0)
+    assert list(slots_by_memory.values()) == [16, 16, 32, 64, 64]
+    facts = machine(256)
+    assert planned(SMALL, facts, backend="onnx", slots=5).settings.slots == 5
+    assert planned(SMALL, facts, backend="llama_cpp").settings.slots == 16
+    assert planned(SMALL, facts, backend="torch").settings.slots == 16
+    unknown = machine(memory_available_bytes=None)
+    assert planned(SMALL, unknown, backend="onnx").settings.slots == 16
