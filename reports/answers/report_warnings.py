@@ -20,7 +20,7 @@ from crossover.loadtests.capacity.capacity_text import (
     users_words,
 )
 from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
-from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, route_words
+from crossover.loadtests.load_generator.openai_endpoint import UNCHECKED, TargetFacts, route_words
 from crossover.loadtests.records.journal_events import (
     CellReady,
     Interrupted,
@@ -229,9 +229,15 @@ def _of_servers(data: ReportData) -> Iterator[NamedWarning]:
             advice = _sentence(f"{MISPLACED_ADVICE}; then measure again")
             text = _sentence(f"{_name(cell, data)}: {text}")
             yield NamedWarning("MemoryMisplaced", WARNING, text, advice)
-    if texts := dict.fromkeys(text for event in ready_events for text in event.endpoint_notes):
+    notes = dict.fromkeys(text for event in ready_events for text in event.endpoint_notes)
+    if UNCHECKED in notes:
+        advice = (
+            "Name the file of its certificate authority with --ca-file (ca_file in a campaign)."
+        )
+        yield NamedWarning("CertificateNotChecked", WARNING, _sentence(UNCHECKED), advice)
+    if lacks := [note for note in notes if note != UNCHECKED]:
         advice = "Values that the endpoint does not report are shown as not measured."
-        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(texts)), advice)
+        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(lacks)), advice)
     if any(cell.ready is not None and cell.ready.synthetic for cell in data.cells):
         text = (
             "The weights are seeded random numbers in the published shape: speed and memory are "
