@@ -45,8 +45,8 @@ help:
 	@echo "  make test-lowest     run the tests with the lowest package versions that pyproject.toml allows"
 	@echo "  make scale-test      test replicas on a Ray cluster of this machine (installs 600 MB)"
 	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
-	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
-	@echo "                       AIPerf and vllm bench serve against this server (installs 4 GB)"
+	@echo "  make clients         test the clients of docs/clients.md, GuideLLM, AIPerf and vllm bench serve"
+	@echo "                       against this server (installs 5 GB)"
 	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
@@ -101,7 +101,7 @@ test-vulkan:
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh
-	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py
+	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py tests/end_to_end/test_agents.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
