@@ -120,7 +120,8 @@ def test_symbols_named_in_the_docs_exist() -> None:
 
 def _commands(text: str) -> Iterator[list[str]]:
     """The words of each command that a page shows, behind `crossover`."""
-    for line in re.findall(r"^\s*(?:\w+=\S+ )?(crossover .+)$", text, re.M):
+    joined = re.sub(r"\\\n\s*", "", text)
+    for line in re.findall(r"^\s*(?:\w+=\S+ )?(crossover .+)$", joined, re.M):
         words = shlex.split(line, comments=True)
         ends = [at for at, word in enumerate(words) if word in ("&&", "|", ";", "&")]
         for start, end in pairwise([-1, *ends, len(words)]):
