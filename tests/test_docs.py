@@ -24,6 +24,7 @@ from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.levels import level_warnings
 from crossover.reports.devices.device_catalog import read_devices
 from crossover.reports.plan.plan_file import BadPlan, PlanFile
+from crossover.serving.cli.command_of_options import parse_options
 from crossover.serving.errors import ServingError
 from crossover.serving.faults import converted
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
@@ -141,6 +142,7 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             given = {
                 key: value for key, value in context.params.items() if value not in (None, [], ())
             }
+            given["headers"] = parse_options(given.get("headers", ()), "--header", are_texts=True)
             converted(given, CommandOptions, ServingError)
 
 

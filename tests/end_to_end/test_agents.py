@@ -9,6 +9,7 @@ without it they are skipped. docs/clients.md has what each of them needs.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,20 @@ def agent_config(folder: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def wanted() -> None:
+    """Skips the tests before a server starts, where nobody asked for them."""
+    if not os.environ.get("CROSSOVER_CLIENTS"):
+        pytest.skip("five turns of each client take their time; `make clients` runs them")
+
+
+@pytest.fixture(scope="module")
+def agent(wanted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(agent_config(tmp_path_factory.mktemp("agent"))) as (port, _):
         yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def real(wanted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("real")
     options = ("--context", "4096", "--slots", "2")
     with server(folder, *options, model="smollm2-135m-instruct") as one:
