@@ -33,7 +33,7 @@ LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_AR
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 PACKAGES = models serving loadtests reports
-.PHONY: links demo test test-slow test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: links demo test test-slow test-lowest scale-test test-vulkan soak llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
@@ -47,6 +47,7 @@ help:
 	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
 	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
 	@echo "                       AIPerf and vllm bench serve against this server (installs 4 GB)"
+	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
 	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"
@@ -73,6 +74,11 @@ test: $(STAMP)
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow $$(grep -rl "mark\.slow" tests --include="test_*.py")
+
+# An hour and ten minutes, by hand: memory, descriptors and answers of a server, and kills.
+soak: $(STAMP)
+	$(BIN)/python -m tests.bench.pressure soak --seconds 3600 --rate 10
+	$(BIN)/python -m tests.chaos --minutes 10
 
 # Without constraints.txt: uv takes the lowest version that each requirement in pyproject.toml allows.
 test-lowest:

@@ -62,6 +62,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "crossover.reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and combinations by the cost of serving a forecast of requests.",
     ),
+    "atlas": (
+        "crossover.reports.cli.atlas_command:atlas",
+        "Compare what measured machines serve, by the price of their tokens, on one page.",
+    ),
     "report": (
         "crossover.reports.cli.report_command:report",
         "Turn a run into one HTML page, Markdown, CSV or JSON.",

@@ -101,3 +101,9 @@ def _machine_name(text: str, root: Path) -> str:
     board = re.search(r"^Model\s*: (.*\S)", text, re.MULTILINE)
     device_tree = read_text(root / "proc/device-tree/model").strip("\0 \n")
     return vendor or device_tree or (board[1] if board else "")
+
+
+def short_cpu_name(name: str) -> str:
+    """Return a CPU's name without trademarks, clock and number of cores: `Intel Xeon`."""
+    short = re.sub(r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", name)
+    return " ".join(short.split())

@@ -220,6 +220,12 @@ def svg(chart: Spec, width: int) -> str:
     return str(vl_convert.vegalite_to_svg(chart | {"width": width}))
 
 
+def png(chart: Spec, width: int) -> bytes:
+    """Return the chart as a PNG on white, `width` pixels wide at a scale of 2."""
+    on_white = chart | {"width": width, "config": chart["config"] | {"background": PAPER}}
+    return bytes(vl_convert.vegalite_to_png(on_white, scale=2.0))
+
+
 def svg_of(template: str, **values: object) -> str:
     """Return the text of an SVG: a Jinja template of reports/render/assets, filled with `values`
     and the colors of this module."""

@@ -84,6 +84,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int | None = None  # recurrent states and checkpoints
     buffer_bytes: int | None = None  # for the computation of a step
     overhead_bytes: int | None = None
+    prompt_cache_bytes: int | None = None
     peak_bytes: int | None = None  # measured: the engine's peak RSS
     # measured: the GPU's peak memory in use, by all processes; None for what ran on the CPU
     gpu_bytes: int | None = None
@@ -97,6 +98,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
             "recurrent state": self.state_bytes,
             "buffers": self.buffer_bytes,
             "overhead": self.overhead_bytes,
+            "prompt cache": self.prompt_cache_bytes,
         }
 
     @property
@@ -645,6 +647,7 @@ def _memory(
         state_bytes=predicted.get("state_bytes"),
         buffer_bytes=predicted.get("buffer_bytes"),
         overhead_bytes=predicted.get("overhead_bytes"),
+        prompt_cache_bytes=predicted.get("prompt_cache_bytes"),
         peak_bytes=max((size for size in rss if size is not None), default=None),
         gpu_bytes=max((size for size in on_gpu if size is not None), default=None),
     )

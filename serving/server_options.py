@@ -37,6 +37,8 @@ from crossover.serving.option_help import (
 )
 from crossover.serving.toml_files import read_toml
 
+NO_PROMPT_CACHE = "0"
+
 
 class Policy(StrEnum):
     """Which devices may run a model: the GPU with the CPU as fallback, or only one of the two."""
@@ -57,9 +59,12 @@ class EngineOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown
     standby: Literal["cold", "warm"] = "cold"
 
     @property
-    def prompt_cache_bytes(self) -> int:
-        """The size of the prompt cache; 0: there is none. Raises ServingError."""
+    def prompt_cache_bytes(self) -> int | None:
+        """The size of the prompt cache; 0: there is none; None: placement decides. Raises
+        ServingError."""
         if self.prompt_cache is None:
+            return None
+        if self.prompt_cache == NO_PROMPT_CACHE:
             return 0
         return parse_bytes(self.prompt_cache, "--prompt-cache")
 
@@ -100,6 +105,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     served_name: str | None = None
     api_key_env: str | None = None
     open_metrics: bool = False
+    require_cache_salt: bool = False
     cors_origin: tuple[str, ...] = ()
     ready_file: str | None = None
     api_cores: str = ""
@@ -157,6 +163,12 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
         # its memory. Several models share it, so each gets the CPU's default.
         slots = DEFAULT_SETTINGS["cpu"].slots
         models = [msgspec.structs.replace(model, slots=model.slots or slots) for model in models]
+    if len(models) > 1 or options.memory_limit is not None:
+        # A prompt cache in memory that nobody asked for must not displace another model.
+        models = [
+            msgspec.structs.replace(model, prompt_cache=model.prompt_cache or NO_PROMPT_CACHE)
+            for model in models
+        ]
     return tuple(models)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from crossover.loadtests.campaign.campaign_file import CampaignFile
-from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import ApiKeys, ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import PRESETS, SESSION_PRESETS
@@ -40,10 +40,11 @@ def campaign_keys() -> list[str]:
 
 def plan_keys() -> list[str]:
     """For docs/plan.md."""
-    tables = ("forecast", "machines", "workload", "slo")
+    tables = ("forecast", "machines", "workload", "slo", "api")
     out = _table("Top of the file", PlanFile, tables)
     out += ["", *_table("[forecast]", ForecastKeys)]
-    return [*out, "", *_table("[[machines]]", MachineKeys)]
+    out += ["", *_table("[[machines]]", MachineKeys)]
+    return [*out, "", *_table("[api]", ApiKeys)]
 
 
 def _table(title: str, kind: type[msgspec.Struct], elsewhere: Collection[str] = ()) -> list[str]:

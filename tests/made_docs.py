@@ -19,6 +19,7 @@ from crossover.models.shape.model_families import FAMILIES
 from crossover.models.weights.weight_formats import GgufTensor
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.cli.report_command import DEFAULT_FORMATS, FORMATS
+from crossover.reports.devices.calibrated_machines import read_machines
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
@@ -173,6 +174,20 @@ def shipped_backends() -> list[str]:
     return [name for name in BACKENDS if BACKENDS[name].cls.startswith("crossover.")]
 
 
+def atlas_files() -> list[str]:
+    """The rows of the machines in docs/atlas: what was measured, when, and by which version."""
+    rows = ["| file | machine | day | Crossover | models |", "|---|---|---|---|---|"]
+    for machine in read_machines([ROOT / "docs" / "atlas"]):
+        models = ", ".join(
+            f"{steps.model.name} {steps.weight_format} ({steps.backend})"
+            for steps in machine.models
+        )
+        link = f"[{machine.path.stem}](atlas/{machine.path.name})"
+        facts = machine.file.measured_on, machine.file.crossover
+        rows.append(" | ".join(("| " + link, machine.name, *facts, models + " |")))
+    return rows
+
+
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "serving/options.toml": {
@@ -202,10 +217,12 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {
+        "buy": partial(in_a_block, "buy"),
         "mlperf": partial(in_a_block, "mlperf-8b"),
         "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
         "keys": plan_keys,
     },
+    "docs/atlas.md": {"atlas": atlas_files},
     "docs/models.md": {"families": families, "shapes": shapes},
     "docs/report.md": {"topics": topics, "quantities": quantities},
 }

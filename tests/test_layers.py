@@ -79,6 +79,8 @@ def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:
             {"torch", "transformers", "llama_cpp", "onnxruntime", "starlette"},
         ),
         ("crossover.loadtests.records.run_folder", {"torch", "transformers", "locust", "gevent"}),
+        ("crossover.reports.cli.report_command", {"numpy", "altair", "asyncio"}),
+        ("crossover.reports.cli.plan_command", {"numpy", "altair", "asyncio"}),
     ],
 )
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:

@@ -19,22 +19,23 @@ from crossover.loadtests.cli.calibrate_command import CalibrateOptions
 from crossover.loadtests.cli.compare_command import CompareOptions
 from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.reports.cli.atlas_command import AtlasOptions
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
-from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import ApiKeys, ForecastKeys, MachineKeys, PlanFile
 from crossover.serving.option_help import flags_of, texts_in, texts_of
 from crossover.serving.server_options import ServeOptions
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload
 
 COMMANDS: list[type[msgspec.Struct]] = [
-    *(CalibrateOptions, CommandOptions, CompareOptions, PlanOptions, QuickOptions),
-    *(ReportOptions, ServeOptions),
+    *(AtlasOptions, CalibrateOptions, CommandOptions, CompareOptions, PlanOptions),
+    *(QuickOptions, ReportOptions, ServeOptions),
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),
-    *(ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
+    *(ApiKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
 ]
 PLACEHOLDERS = {ThirdPartyEngine: ["{model}", "{port}"]}  # of a command, not lists
 

@@ -31,6 +31,7 @@ from msgspec import Meta
 
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
 from crossover.loadtests.errors import BadCampaign, LoadError
+from crossover.loadtests.load_generator.endpoint_access import literal_faults, variables_of
 from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
 from crossover.models.errors import UnsupportedModel, printable
 from crossover.models.identity.identify_model import (
@@ -299,16 +300,21 @@ def slo_of(spec: str | SloSpec) -> Slo:
 def check_trust(campaign: Campaign) -> None:
     """Raise BadCampaign if the campaign uses something that only a trusted campaign may use.
 
-    That is a command, code (module:Class), or an environment variable whose value is sent to the
-    endpoint as its key. A campaign file may come from anybody.
+    That is a command, code (module:Class), an environment variable whose value is sent to the
+    endpoint, or a client certificate. A campaign file may come from anybody.
     """
     target = campaign.target
     needs_trust = [engine.command for engine in campaign.engines]
     needs_trust += [f"the code of {name}" for name in campaign.backends or () if ":" in name]
-    if target is not None and target.api_key_env is not None:
-        needs_trust.append(
-            f"the variable {target.api_key_env}, whose value is sent to {target.url}"
-        )
+    if target is not None:
+        needs_trust += [
+            f"the variable {variable}, whose value is sent to {target.url}"
+            for variable in variables_of(target)
+        ]
+        if target.client_cert is not None:
+            needs_trust.append(
+                f"the certificate {target.client_cert}, which is shown to {target.url}"
+            )
     if needs_trust:
         raise BadCampaign(
             f"The campaign uses {'; '.join(map(printable, needs_trust))}. "
@@ -372,6 +378,9 @@ def _target_faults(file: CampaignFile, target: Target) -> Iterator[str]:
     for name in keys_of_started_servers:
         if getattr(file, name) != getattr(unset, name):
             yield f"target is an endpoint that is already running, so {name} must not be set"
+    if private := literal_faults(target, target.url):
+        yield from (f"target: {fault}" for fault in private)
+        return
     try:
         check_target(target)
     except LoadError as problem:

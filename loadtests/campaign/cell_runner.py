@@ -54,6 +54,7 @@ from crossover.serving.capacity.simulated_capacity import (
     Demand,
     PrefixReuse,
     ServerModel,
+    SimulatedCapacity,
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
@@ -132,16 +133,15 @@ class CellRun:
             self.state.record(journal.Elapsed(cell=self.state.key, spent_seconds=spent_seconds))
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
-        """Return the capacity with the estimate without prefix caching and, if the SLO itself makes
-        the interval wide, with an SLO under which it would be narrow."""
+        """Return the capacity with the estimates for less prefix caching and, if the SLO makes
+        the interval wide, advice about another SLO."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.server is None:
             return capacity
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
-            capacity,
+            with_less_reuse(capacity, server, demand, self.slo),
             advice=advice(capacity, server, demand, self.slo),
-            estimated_rate_without_reuse=rate_without_reuse(capacity, server, demand, self.slo),
         )
 
     def next_measurement(self) -> Measurement:
@@ -427,20 +427,37 @@ def assumed_settings(
     )
 
 
-def rate_without_reuse(
+def with_less_reuse(
     capacity: journal.Capacity, server: ServerModel, demand: Demand, slo: Slo
-) -> float | None:
-    """Return the estimated capacity if the server computed each conversation's history again; None:
-    it does so, there are no conversations, or nothing is estimated.
+) -> journal.Capacity:
+    """Return the capacity with what it would be if the server computed each conversation's history
+    again, and if it kept histories only in its slots. It is unchanged if the server reuses no
+    histories, if there are no conversations, or if nothing is estimated.
 
     The estimate is multiplied by the ratio of two simulated capacities, so that both differ in
     nothing but the reuse.
     """
     if server.reuse is None or server.reuse.kind == "none":
-        return None
+        return capacity
     if not capacity.estimated_rate or capacity.method != "step_times":
-        return None
+        return capacity
     loaded = server.slower(capacity.factor or LOADED)
-    with_reuse = loaded.capacity(demand, slo, QUICK_REQUESTS).rate
-    without_reuse = loaded.without_reuse().capacity(demand, slo, QUICK_REQUESTS).rate
-    return capacity.estimated_rate * without_reuse / with_reuse if with_reuse > 0 else None
+    own = loaded.capacity(demand, slo, QUICK_REQUESTS)
+    if not own.rate:
+        return capacity
+
+    def users_of(other: SimulatedCapacity) -> float | None:
+        if capacity.users is None or not own.users:
+            return None
+        return capacity.users * (other.users or 0.0) / own.users
+
+    without_reuse = loaded.without_reuse().capacity(demand, slo, QUICK_REQUESTS)
+    capacity = msgspec.structs.replace(
+        capacity,
+        estimated_rate_without_reuse=capacity.estimated_rate * without_reuse.rate / own.rate,
+        users_without_reuse=users_of(without_reuse),
+    )
+    if not server.settings.stored_tokens:
+        return capacity
+    without_cache = loaded.without_prompt_cache().capacity(demand, slo, QUICK_REQUESTS)
+    return msgspec.structs.replace(capacity, users_without_prompt_cache=users_of(without_cache))

@@ -12,7 +12,6 @@ window, uncounted, until the last counted request has its answer or is past its 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -85,8 +84,7 @@ class ServerBench:
             is_crossover = facts.backend is not None
             if ready.info.slots and (is_crossover or server.is_crossover):
                 self.policy = ready.info.reported_settings
-            api_key = os.environ.get(server.target.api_key_env or "")
-            self._clock = EngineClock(server.target.url, api_key) if is_crossover else None
+            self._clock = EngineClock(server.target) if is_crossover else None
             cores = server.layout.client if server.layout is not None else ()
             log = logs / f"{state.key}.locust.log"
             self._generator = stack.enter_context(LoadGenerator(log=log, cores=cores))

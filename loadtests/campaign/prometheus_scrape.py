@@ -1,6 +1,6 @@
 """How a Crossover server's engine spent its time, read from the server's /metrics.
 
-clock = EngineClock("http://127.0.0.1:8000")
+clock = EngineClock(Target(url="http://127.0.0.1:8000"))
 clock.read()           # an EngineTime; None: another server, or it does not answer
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from crossover.loadtests.load_generator.http_connection import fetch, get_bytes
+from crossover.loadtests.load_generator.openai_endpoint import Target, pool_for
 from crossover.loadtests.records.journal_events import EngineTime
 
 TIMEOUT_SECONDS = 2.0
@@ -21,8 +22,8 @@ HOST_SECONDS = "crossover_engine_loop_hold_seconds_sum"  # busy time outside the
 class EngineClock:
     """Reads the engine time of one endpoint."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url, self._api_key = url, api_key
+    def __init__(self, target: Target) -> None:
+        self._target = target
 
     def read(self) -> EngineTime | None:
         """Return the engine time since the server started, of all its models together.
@@ -31,7 +32,7 @@ class EngineClock:
         """
         sums: dict[str, float] = {}  # metric -> sum over its labels
         try:
-            with connect(self._url, api_key=self._api_key) as pool:
+            with pool_for(self._target) as pool:
                 _, _, body = fetch(pool, get_bytes(pool, "/metrics"), TIMEOUT_SECONDS)
             for family in text_string_to_metric_families(body.decode(errors="replace")):
                 for sample in family.samples:

@@ -306,6 +306,7 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
         "name": engine.get("backend"),
         "device_name": placement.get("device_name"),
         "predicted": memory.get("predicted"),
+        "memory_share_on_nodes": memory.get("share_on_nodes"),
         "prefix_reuse": placement.get("prefix_reuse"),
     }
     return msgspec.convert(fields, EngineInfo)

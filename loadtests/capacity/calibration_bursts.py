@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.levels.level_warnings import BUFFER_ADVICE, buffered_in_words
 from crossover.loadtests.records.level_plan import Burst
 from crossover.models.shape.model_spec import Routing
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -139,6 +140,7 @@ class _CalibrationRun:
         self.observations: list[StepObservation] = []
         self.spent_seconds = 0.0
         self.has_steps = False  # some chunks were single tokens
+        self._collected = ""  # what single streams showed of a proxy that collects chunks
         self._send = send
         self._workload_prompts = workload_prompts
         self._seconds = seconds
@@ -147,6 +149,10 @@ class _CalibrationRun:
     def observe(self, level: Level) -> None:
         """Add the steps that the chunks of a level show."""
         if not len(level.chunks):
+            return
+        if level.is_collected:
+            self._collected = f"{buffered_in_words(level)}. To estimate a capacity, {BUFFER_ADVICE}"
+        if self._collected:  # a burst's answers may be too short to show it
             return
         # All requests of a burst may be in flight at once. If the server has fewer slots, a waiting
         # prompt is counted to more steps than it may be part of, which does no harm.
@@ -220,7 +226,8 @@ class _CalibrationRun:
         """Send two bursts within `seconds`, and two more if no step-time model fits them. Return
         the model that fits best and ""; or None, and why there is none."""
         if not self.has_steps:
-            return None, "the server's chunks have several tokens or none, so its steps are unknown"
+            no_steps = "the server's chunks have several tokens or none, so its steps are unknown"
+            return None, self._collected or no_steps
         earlier_observations = self.observations
         streams = min(slots or 0, MAX_STREAMS)
         models: list[StepTimeModel] = []

@@ -160,8 +160,20 @@ def reuse_words(capacity: Capacity, unit_rate: float | None = None, name: str = 
 
 def users_words(capacity: Capacity) -> str:
     """Return `about 34 users at a time`: the concurrent conversations at the estimated capacity,
-    whose users read and think most of the time; "": the workload has no conversations."""
+    whose users read and think most of the time; "": the workload has no conversations.
+
+    With a prompt cache: `about 34 users at a time (1.2 with no prefix caching, 12 with the slots
+    alone)`.
+    """
     if capacity.users is None:
         return ""
     users = formatting.significant(capacity.users, 2)
-    return f"about {users} {'user' if users == '1' else 'users'} at a time"
+    text = f"about {users} {'user' if users == '1' else 'users'} at a time"
+    if capacity.users_without_prompt_cache is None:
+        return text
+    slots = formatting.significant(capacity.users_without_prompt_cache, 2)
+    parts = [f"{slots} with the slots alone"]
+    if capacity.users_without_reuse is not None:
+        without_reuse = formatting.significant(capacity.users_without_reuse, 2)
+        parts.insert(0, f"{without_reuse} with no prefix caching")
+    return f"{text} ({', '.join(parts)})"

@@ -14,7 +14,7 @@ are right, however the prompt was divided. A server that does not decode while i
 has steps with nothing but first tokens.
 
 One rule thus observes steps in single streams, bursts and open-loop levels. If chunks have several
-tokens, steps cannot be observed.
+tokens, or a proxy collects them, steps cannot be observed.
 """
 
 from __future__ import annotations
@@ -68,14 +68,16 @@ def observed_steps(
 ) -> tuple[list[StepObservation], float]:
     """Return the observed steps in order, and the share of the busy time that they cover, 0..1.
 
-    If the server does not count tokens, each chunk counts as one. [] if chunks are not tokens.
-    `slots`: of the server. A waiting prompt is counted to a step only if a slot is free.
+    If the server does not count tokens, each chunk counts as one. [] if chunks are not tokens, or
+    were collected by a proxy. `slots`: of the server. A waiting prompt is counted to a step only if
+    a slot is free.
     `experts`: of a mixture of experts; None: the share of experts that a step reads is not counted.
     """
     counts = level.chunk_counts
     has_count = (counts > 0) & ~np.isnan(level.output_tokens)
     tokens = level.output_tokens[has_count].sum()
-    if tokens > MAX_CHUNK_TOKENS * counts[has_count].sum() or counts.max() < 2:
+    has_several = tokens > MAX_CHUNK_TOKENS * counts[has_count].sum()
+    if has_several or level.is_collected or counts.max() < 2:
         return [], 0.0
     step_of_chunk, end, min_gap_seconds = _steps_of(level)
     request = np.repeat(np.arange(len(counts)), counts)  # [chunks]

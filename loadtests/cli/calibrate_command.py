@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import tempfile
 from pathlib import Path
@@ -15,18 +13,15 @@ import typer
 from crossover.loadtests.errors import LoadError
 from crossover.models.temporary_folder import temporary_folder
 from crossover.serving.cli.command_of_options import command_of
-from crossover.serving.option_help import Count
+from crossover.serving.option_help import Count, Positive
 
 if TYPE_CHECKING:
     from crossover.loadtests.campaign.campaign_file import Plan
     from crossover.loadtests.capacity.machine_file import MachineFile
-    from crossover.loadtests.records.run_folder import RunRecords
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # maximum measuring time for each model
-# Lengths for which speeds are printed.
-PROMPT_TOKENS = 512
-CONTEXT_TOKENS = 256.0  # of each stream
+PROMPT_TOKENS = 512  # for which the speed is printed
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +30,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ("smollm2-135m", "smollm2-360m")
     backend: str | None = None
     slots: Count = 8
+    price: Positive | None = None
     out: str = "machine.json"
 
 
@@ -51,16 +47,21 @@ def _calibrate(options: CalibrateOptions) -> None:
     crossover plan plan.toml --machine lab.json          # afterward, here or on another machine
     """
     from crossover.loadtests.campaign.campaign_runner import run
+    from crossover.loadtests.campaign.machine_of_run import machine_of_run
     from crossover.loadtests.campaign.progress import Progress
     from crossover.loadtests.capacity.machine_file import write_machine_file
     from crossover.loadtests.records.run_folder import read_records
+    from crossover.models.machine_limits import total_bytes
 
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
         raise LoadError(f"--out {options.out!r}: The folder {str(out.parent)!r} does not exist")
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder, Progress() as progress:
         run_folder = run(plan_of(options), Path(folder), progress)
-        machine_file = machine_file_of(read_records(run_folder))
+        machine_file, left_out = machine_of_run(read_records(run_folder), total_bytes())
+    if left_out:
+        raise LoadError(left_out[0])
+    machine_file = msgspec.structs.replace(machine_file, dollars_per_hour=options.price)
     write_machine_file(out, machine_file)
     typer.echo("\n".join([*speeds_in_words(machine_file), f"written: {options.out}"]))
 
@@ -78,53 +79,6 @@ def plan_of(options: CalibrateOptions) -> Plan:
     return parse_campaign(text, models=models)
 
 
-def machine_file_of(run: RunRecords) -> MachineFile:
-    """Return the calibrations of a run as a machine file. Raises LoadError if one failed."""
-    from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
-    from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
-    from crossover.loadtests.records.journal_events import CellReady, of_kind
-    from crossover.models.machine_limits import total_bytes
-    from crossover.serving.backends.backend_table import spec_of
-    from crossover.serving.hardware.machine_facts import HardwareFacts
-
-    campaign, cells = campaign_of(run.manifest)
-    models = []
-    for record in [CellRecord(run.events, campaign, cell) for cell in cells]:
-        calibrated, cell = record.calibrated, record.cell
-        if calibrated is None or calibrated.server is None:
-            why = getattr(record.ended, "reason", "") or (calibrated and calibrated.reason)
-            raise LoadError(f"{cell.key} has no step-time model: {why or 'it was not calibrated'}")
-        ready = of_kind(run.events, CellReady, cell.key)[-1]
-        spec = cell.spec or ready.spec
-        if spec is None:
-            raise LoadError(f"The shape of {cell.model} is unknown: {cell.model_identity.missing}")
-        library = spec_of(cell.backend).distribution
-        models.append(
-            ModelSteps(
-                backend=cell.backend,
-                version=importlib.metadata.version(library) if library else "",
-                model=spec,
-                weight_format=cell.weight_format,
-                threads=ready.info.threads,
-                server=calibrated.server,
-                spent_seconds=calibrated.spent_seconds,
-            )
-        )
-    facts = msgspec.convert(run.manifest.server_facts, HardwareFacts)
-    disturbances = [level.disturbance for level in run.finished_levels.values()]
-    shares = [
-        found.share for found in disturbances if found is not None and found.share is not None
-    ]
-    return MachineFile(
-        crossover=run.manifest.crossover_version,
-        measured_on=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        name=f"{facts.cpu_model}, {facts.usable_cores:g} cores",
-        hardware=hardware_of(facts, total_bytes()),
-        models=tuple(models),
-        taken_share=round(min(1.0, max(shares)), 4) if shares else None,
-    )
-
-
 def speeds_in_words(machine_file: MachineFile) -> list[str]:
     """Return a line for each measured model, and a warning if other processes disturbed it."""
     from crossover.loadtests.levels.disturbance import MAX_TAKEN_SHARE
@@ -136,7 +90,7 @@ def speeds_in_words(machine_file: MachineFile) -> list[str]:
         prompt_rate = PROMPT_TOKENS / step_times.seconds(0, PROMPT_TOKENS, 0)
         decode_rates = []
         for rows in dict.fromkeys((1, model.server.settings.slots)):
-            decode_rate = rows / step_times.seconds(rows, 0, rows * CONTEXT_TOKENS)
+            decode_rate = model.decode_tokens_per_second(rows)
             decode_rates.append(f"{significant(decode_rate)} with {rows}")
         lines.append(
             f"{model.model.name} {model.weight_format} on {model.backend}: "

@@ -33,6 +33,15 @@ from crossover.serving.capacity.slo import Slo, Verdict
 
 Floats = npt.NDArray[np.float64]
 
+# An answer's chunks were collected on their way if they arrive together in groups, although the
+# server took its time for each of them. nginx's buffer of 4 KB holds some 13 chunks. A server that
+# guesses tokens ahead and sends each accepted one in a chunk of its own has groups of 2 to 5.
+MIN_TELLING_CHUNKS = 16  # of an answer; fewer do not tell
+MIN_COLLECTED_CHUNKS = 6  # of a group, on average
+MAX_GROUP_GAP_SECONDS = 0.0005  # between chunks of one group; no model's steps are as quick
+MIN_CHUNK_SECONDS = 0.002  # of an answer's time, for each of its chunks
+MIN_TELLING_ANSWERS = 3
+
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens")
 _FIELDS = {  # column of a Level -> field of a RequestRecord
     "due": "scheduled_seconds",
@@ -243,6 +252,36 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         is_same_request = request_of_chunk[1:] == request_of_chunk[:-1]
         gaps: Floats = np.diff(self.chunks)[is_same_request & self.counted[request_of_chunk[1:]]]
         return gaps
+
+    @cached_property
+    def chunk_groups(self) -> npt.NDArray[np.int64]:
+        """[requests]: groups of content chunks that arrived together."""
+        begins = np.ones(len(self.chunks), dtype=np.bool_)
+        begins[1:] = np.diff(self.chunks) > MAX_GROUP_GAP_SECONDS
+        begins[self.chunk_offsets[:-1][self.chunk_counts > 0]] = True
+        request_of_chunk = np.repeat(np.arange(len(self.due)), self.chunk_counts)
+        return np.bincount(request_of_chunk[begins], minlength=len(self.due))
+
+    @cached_property
+    def collected_answers(self) -> tuple[int, int]:
+        """How many answers had their chunks collected on the way, by a proxy that buffers, and how
+        many have enough chunks to tell."""
+        counts, groups = self.chunk_counts, self.chunk_groups
+        answer_seconds = self.last - np.where(np.isnan(self.sent), self.due, self.sent)
+        tells = counts >= MIN_TELLING_CHUNKS
+        is_collected = (
+            tells
+            & (counts >= MIN_COLLECTED_CHUNKS * groups)
+            & (answer_seconds >= MIN_CHUNK_SECONDS * counts)
+        )
+        return int(is_collected.sum()), int(tells.sum())
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether something between server and client collects the chunks of answers, so that their
+        times are not those of the server's steps."""
+        collected, telling = self.collected_answers
+        return telling >= MIN_TELLING_ANSWERS and collected > telling / 2
 
     def judge(self, slo: Slo) -> Judged:
         """Return whether the level meets the SLO, and with which bounds. The requests of a single

@@ -29,7 +29,13 @@ SHORT_SHARE = 0.01  # of the answers
 PROMPTS_OFF_SHARE = 0.02  # of the mean prompt tokens
 
 DISTURBED = "Disturbed"
+BUFFERED = "Buffered"
+BUFFER_ADVICE = (
+    "turn buffering off in the proxy (nginx: proxy_buffering off), or have the server send the "
+    "header X-Accel-Buffering: no"
+)
 ADVICE = {
+    BUFFERED: BUFFER_ADVICE,
     "GeneratorBusy": "give it its own core or machine",
     "LateSends": "give the load generator its own core",
     "Swapping": "use a smaller model or format, fewer slots, or free memory",
@@ -132,6 +138,8 @@ def _of_answers(level: Level) -> Observations:
     if uncounted := int(np.isnan(level.output_tokens[is_ok]).sum()):
         text = f"{uncounted} of {int(is_ok.sum())} answers have no token count"
         yield "TokensUnknown", WARNING, f"{text}, so their TPOT counts chunks as tokens"
+    if level.is_collected:
+        yield BUFFERED, WARNING, buffered_in_words(level)
     output, requested_output = level.output_tokens, level.requested_output_tokens
     has_output = is_ok & np.isfinite(output) & np.isfinite(requested_output)
     short_count = int((output[has_output] < requested_output[has_output]).sum())
@@ -146,6 +154,17 @@ def _of_answers(level: Level) -> Observations:
         if abs(counted - requested) > PROMPTS_OFF_SHARE * requested:
             text = f"the server counted {counted:.0f} tokens per prompt instead of {requested:.0f}"
             yield "PromptsOff", WARNING, text
+
+
+def buffered_in_words(level: Level) -> str:
+    """Return what the chunks of a level show of a proxy that collects them."""
+    collected, telling = level.collected_answers
+    groups = level.chunk_groups[level.chunk_counts > 0].sum()
+    return (
+        f"the chunks of {collected} of {telling} answers arrived in groups of about "
+        f"{len(level.chunks) / groups:.0f}: a proxy between here and the server collects them, so "
+        "TTFT and the times between tokens are the proxy's"
+    )
 
 
 def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Observations:

@@ -9,7 +9,6 @@ route or does not answer, the details are unknown; no error is raised.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,11 @@ from crossover.loadtests.host.listening_process import is_loopback
 from crossover.loadtests.load_generator.completion_chunk import read_json
 from crossover.loadtests.load_generator.http_connection import (
     Pool,
-    connect,
     fetch,
     get_bytes,
     post_bytes,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.openai_endpoint import Target, pool_for
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import PUBLISHED
@@ -77,8 +75,7 @@ def cards_of(model_list: Any) -> list[dict[str, Any]]:
 
 def ask_details(target: Target, model: str) -> EndpointDetails:
     """Return what the server of a target reports about itself and a model. Raises nothing."""
-    key = os.environ.get(target.api_key_env or "")
-    with contextlib.suppress(LoadError), connect(target.url, api_key=key or None) as pool:
+    with contextlib.suppress(LoadError), pool_for(target) as pool:
         software = software_of(read_route(pool, "/v1/models"))
         details = EndpointDetails(software=software)
         match software:

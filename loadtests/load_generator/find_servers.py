@@ -66,7 +66,7 @@ class LocalServer(NamedTuple):
 def find_local_servers(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[LocalServer]:
     """Return the servers of this machine that list models as OpenAI's API does, in the order of the
     ports."""
-    servers = [look_at(f"http://{LOOPBACK}:{port}") for port in ports]
+    servers = [look_at(Target(url=f"http://{LOOPBACK}:{port}")) for port in ports]
     return [server for server in servers if server is not None and server.models]
 
 
@@ -84,12 +84,12 @@ def ports_that_need_a_key(ports: Iterable[int] = tuple(USUAL_PORTS)) -> list[int
     return refusing
 
 
-def look_at(url: str, api_key_env: str | None = None) -> LocalServer | None:
-    """Return the server at a URL; None: nothing there answers /v1/models.
+def look_at(target: Target) -> LocalServer | None:
+    """Return the server of a target; None: nothing there answers /v1/models.
 
-    Raises TargetUnusable if the environment variable of the API key is not set.
+    Raises TargetUnusable if an environment variable that the target names is not set.
     """
-    with pool_for(Target(url=url, api_key_env=api_key_env)) as pool:
+    with pool_for(target) as pool:
         model_list = read_route(pool, MODELS)
         if model_list is None:
             return None
@@ -102,7 +102,7 @@ def look_at(url: str, api_key_env: str | None = None) -> LocalServer | None:
             software = "ollama"  # its older versions name no owner
         in_memory = _models_in_memory(pool, software)
         names = sorted(names, key=lambda name: name not in in_memory)
-    return LocalServer(url, software, tuple(generating_models(names)))
+    return LocalServer(target.url, software, tuple(generating_models(names)))
 
 
 def _models_in_memory(pool: Pool, software: Software) -> list[str]:

@@ -31,6 +31,7 @@ import msgspec
 from gevent.hub import Hub, Waiter
 
 from crossover.loadtests.errors import TargetUnusable
+from crossover.loadtests.load_generator.endpoint_access import NO_VALUES, Access, PrivateValues
 
 # Ctrl-C ends the program with one sentence; gevent would print a traceback before it.
 Hub.NOT_ERROR = (*Hub.NOT_ERROR, KeyboardInterrupt)
@@ -58,6 +59,19 @@ _LENIENT = {
     "lenient_optional_cr_before_lf": True,
     "lenient_spaces_after_chunk_size": True,
 }
+# Headers that this client writes itself, because they belong to the connection or the body.
+_OWN_HEADERS = frozenset(
+    (
+        "connection",
+        "content-length",
+        "content-type",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+_QUERY_BYTES = _PATH_BYTES + "?"
 _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 # States of a response: no headers yet; headers were read; chunks that follow may be parsed later;
 # the response is complete.
@@ -149,7 +163,7 @@ class Connection:
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError as problem:
-            self._end(problem)
+            self._end(_tls_problem(problem) if isinstance(problem, ssl.SSLError) else problem)
             return
         now = clock()
         if self._reader is None:
@@ -272,12 +286,19 @@ class Pool:
     it (`path_of`).
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """`url`: "http://host:8000", "http://host:8000/v1" or "http://host/v3". No connection is
-        opened yet.
+    def __init__(
+        self,
+        url: str,
+        *,
+        values: PrivateValues = NO_VALUES,
+        access: Access | None = None,
+    ) -> None:
+        """`url`: "http://host:8000", "http://host:8000/v1" or "http://host/v3". `values`: the API
+        key, the headers and the query of every request. `access`: for its certificates. No
+        connection is opened yet.
 
         Raises TargetUnusable if the URL is not valid or contains a password, which the run folder
-        would record, or if the key has characters that a header cannot carry.
+        would record, if a header cannot carry its value, or if a certificate cannot be read.
         """
         url = url.strip()
         try:
@@ -288,8 +309,8 @@ class Pool:
             raise TargetUnusable(f"{url!r} has no valid host or port: {problem}") from problem
         if parts.query:
             raise TargetUnusable(
-                f"{url!r} holds a query (?{parts.query}), which requests would not carry: leave it "
-                "out"
+                f"{url.partition('?')[0]!r} has a query behind it, which would be recorded with "
+                "the URL. Give it as query"
             )
         if parts.scheme not in ("http", "https") or not host or host.isdecimal():
             raise TargetUnusable(
@@ -300,12 +321,8 @@ class Pool:
                 "The url contains a user or a password, which the run folder would record. Put the "
                 "key into an environment variable and name it with api_key_env"
             )
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise TargetUnusable("The API key has characters that an HTTP header cannot carry")
-        self._tls: gevent.ssl.SSLContext | None = None
-        if parts.scheme == "https":
-            self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self._tls.load_default_certs()
+        self.values = values
+        self._tls = _tls_context(parts.scheme, access or Access())
         if ":" in host:
             host = host.replace("%25", "%", 1)  # the zone of an IPv6 address follows
         host_in_url = f"[{host.partition('%')[0]}]" if ":" in host else host
@@ -315,10 +332,8 @@ class Pool:
         for route in _ROUTES:
             path = path.removesuffix(route)
         self.base = quote(path, safe=_PATH_BYTES, errors="surrogateescape") or "/v1"
-        lines = [f"Host: {authority}", "User-Agent: crossover", "Accept-Encoding: identity"]
-        if api_key is not None:
-            lines.append(f"Authorization: Bearer {api_key}")
-        self.headers = "".join(f"{line}\r\n" for line in lines)
+        self._query = quote(values.query, safe=_QUERY_BYTES, errors="surrogateescape")
+        self.headers = _header_lines(authority, values)
         self.idle: list[Connection] = []  # the most recently used one is used next
         self._address = host, port
         self._peer: tuple[int, Any] | None = None  # family and address of the first connection
@@ -328,6 +343,14 @@ class Pool:
         `base`; all others, such as "/metrics", are those of the host.
         """
         return self.base + path[3:] if path.startswith("/v1/") else path
+
+    def request_target(self, path: str) -> str:
+        """Return a path with the query that every request carries, for the first line of a request.
+        Messages have `path_of`, since the query may hold a key."""
+        path = self.path_of(path)
+        if not self._query:
+            return path
+        return f"{path}{'&' if '?' in path else '?'}{self._query}"
 
     def exchange(self, wire: bytes, reader: Any) -> None:
         """Send one request over an idle connection or a new one, and read the response to its end.
@@ -380,15 +403,13 @@ class Pool:
         except ssl.SSLCertVerificationError as problem:
             sock.close()
             raise ConnectionError(
-                f"its certificate is not trusted ({problem.verify_message}). Set SSL_CERT_FILE to "
-                "a file of trusted certificates"
+                f"its certificate is not trusted ({problem.verify_message}). Name the file of the "
+                "certificate that signed it with --ca-file (ca_file in a campaign), or connect "
+                "without a check with --insecure"
             ) from problem
         except ssl.SSLError as problem:
             sock.close()
-            raise ConnectionError(
-                f"no TLS connection came about ({problem.reason}). If the server has no TLS, its "
-                "URL begins with http://"
-            ) from problem
+            raise _tls_problem(problem) from problem
         except BaseException:
             sock.close()
             raise
@@ -396,6 +417,86 @@ class Pool:
 
 
 connect = Pool
+
+
+def _header_lines(authority: str, values: PrivateValues) -> str:
+    """Return the headers of every request. Those of the user replace those with the same name.
+
+    Raises TargetUnusable for a header that a request cannot carry; its value is not in the error.
+    """
+    lines = {
+        "host": f"Host: {authority}",
+        "user-agent": "User-Agent: crossover",
+        "accept-encoding": "Accept-Encoding: identity",
+    }
+    if values.api_key is not None:
+        if not (values.api_key.isascii() and values.api_key.isprintable()):
+            raise TargetUnusable("The API key has characters that an HTTP header cannot carry")
+        lines["authorization"] = f"Authorization: Bearer {values.api_key}"
+    for name, value in values.headers.items():
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+            raise TargetUnusable(f"The header {name!r} has a name that HTTP does not allow")
+        if name.lower() in _OWN_HEADERS:
+            raise TargetUnusable(f"The header {name} is set by Crossover. Leave it out")
+        if not (value.isascii() and value.isprintable()):
+            raise TargetUnusable(
+                f"The value of the header {name} has characters that HTTP cannot carry"
+            )
+        lines[name.lower()] = f"{name}: {value.strip()}"
+    return "".join(f"{line}\r\n" for line in lines.values())
+
+
+def _tls_context(scheme: str, access: Access) -> gevent.ssl.SSLContext | None:
+    """Return the TLS settings of an endpoint; None: its URL begins with http://.
+
+    Raises TargetUnusable if a file cannot be read, or if there is no TLS to which it applies.
+    """
+    if scheme != "https":
+        set_options = {
+            "--client-cert": access.client_cert,
+            "--ca-file": access.ca_file,
+            "--insecure": access.insecure,
+        }
+        if names := [name for name, value in set_options.items() if value]:
+            raise TargetUnusable(
+                f"The URL begins with http://, so {' and '.join(names)} would have no effect. "
+                "Write https://, or leave the option out"
+            )
+        return None
+    context = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if access.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if access.ca_file is None:
+        context.load_default_certs()
+    else:
+        try:
+            context.load_verify_locations(access.ca_file)
+        except (OSError, ValueError) as problem:
+            raise TargetUnusable(
+                f"--ca-file {access.ca_file!r} cannot be read as certificates in PEM: {problem}"
+            ) from problem
+    if access.client_cert is not None:
+        certificate, _, key = access.client_cert.partition(",")
+        try:
+            # OpenSSL would ask the terminal for the password of an encrypted key.
+            context.load_cert_chain(certificate, key or None, password="")
+        except (OSError, ValueError) as problem:
+            raise TargetUnusable(
+                f"--client-cert {access.client_cert!r} cannot be read: {problem}. Name a file in "
+                "PEM with the certificate and its key, without a password, or FILE,KEY"
+            ) from problem
+    return context
+
+
+def _tls_problem(problem: ssl.SSLError) -> ConnectionError:
+    """Return the error of a TLS connection, with what to do about it."""
+    reason = problem.reason or str(problem)
+    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
+        advice = "If the server asks for a client certificate, name it with --client-cert"
+    else:
+        advice = "If the server has no TLS, its URL begins with http://"
+    return ConnectionError(f"the TLS connection failed ({reason}). {advice}")
 
 
 def is_inflatable(encoding: bytes) -> bool:
@@ -477,7 +578,7 @@ def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
     """Return a POST request with `body` as JSON, as it goes over the wire."""
     payload = msgspec.json.encode(body)
     head = (
-        f"POST {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}"
+        f"POST {pool.request_target(path)} HTTP/1.1\r\n{pool.headers}"
         f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     return head.encode("latin-1") + payload
@@ -485,7 +586,7 @@ def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
 
 def get_bytes(pool: Pool, path: str) -> bytes:
     """Return a GET request as it goes over the wire."""
-    return f"GET {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
+    return f"GET {pool.request_target(path)} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
 
 
 class _WholeResponse:

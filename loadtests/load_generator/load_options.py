@@ -11,7 +11,11 @@ from msgspec import Meta
 
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.loadtests.load_generator.openai_endpoint import (
+    Target,
+    check_target,
+    with_private_values_kept,
+)
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.faults import converted
 from crossover.serving.option_help import texts_of, unbounded
@@ -42,7 +46,8 @@ def plan_load(
     options: LoadOptions, window_seconds: float, concurrency: int | None = None
 ) -> LoadPlan:
     """Return what the options ask for. Raises LoadError, which names the option."""
-    target = Target(**{name: getattr(options, name) for name in Target.__struct_fields__})
+    given_target = Target(**{name: getattr(options, name) for name in Target.__struct_fields__})
+    target = with_private_values_kept(given_target)
     check_target(target)
     workload, rate = parse_workload(options.workload), options.rate
     if rate is not None:  # of conversations, which have several requests

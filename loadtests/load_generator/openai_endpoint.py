@@ -12,7 +12,6 @@ a tiny request cannot show, such as text within eight tokens, is only a note.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -29,6 +28,12 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of,
     words_of_body,
 )
+from crossover.loadtests.load_generator.endpoint_access import (
+    Access,
+    private_values,
+    redacted,
+    with_references,
+)
 from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
@@ -42,6 +47,7 @@ MODELS = "/v1/models"
 MODEL_OPTION = "--model (model in a campaign)"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
 BASE_ADVICE = "; the path of a URL is the base of its routes: give another, or none for /v1"
+UNCHECKED = "the server's certificate was not checked (--insecure)"  # a note
 # Names of models that do not generate text.
 NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)
 REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
@@ -49,14 +55,13 @@ BUSY = (429, 503)  # the endpoint is loading its model or serving others
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is tried again
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Target(Access, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The endpoint to load: a table of a campaign, and options of `crossover load`."""
 
     url: str
     model: str | None = None
     api: Literal["completions", "chat"] = "completions"
     ignore_eos: bool = True
-    api_key_env: str | None = None
     extra_body: dict[str, Any] = {}
     timeout_seconds: Positive = 600.0
     ready_seconds: Positive = 60.0
@@ -74,7 +79,14 @@ def check_target(target: Target) -> None:
                 f"{name} {getattr(target, name)!r} has bytes that are not UTF-8. Write them as %FF "
                 "in a URL"
             ) from None
-    connect(target.url)
+    connect(target.url, access=target)
+
+
+def with_private_values_kept(target: Target) -> Target:
+    """Return a target of the command line as a run folder may record it: its headers and the query
+    of its URL are references to variables of this process."""
+    referenced, url = with_references(target, target.url)
+    return msgspec.structs.replace(referenced, url=url)
 
 
 class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -109,15 +121,9 @@ def route_words(facts: TargetFacts) -> str:
 
 
 def pool_for(target: Target) -> Pool:
-    """Return a connection pool for the target. Raises TargetUnusable if the environment variable of
-    its API key is not set."""
-    key = None
-    if target.api_key_env is not None and not (key := os.environ.get(target.api_key_env)):
-        raise TargetUnusable(
-            f"api_key_env: The environment variable {target.api_key_env!r} is not set. Set it to "
-            "the API key"
-        )
-    return connect(target.url, api_key=key)
+    """Return a connection pool for the target. Raises TargetUnusable if an environment variable
+    that the target names is not set, or a certificate cannot be read."""
+    return connect(target.url, values=private_values(target), access=target)
 
 
 Message = dict[str, str]  # role and content
@@ -178,7 +184,10 @@ def probe_endpoint(target: Target, pool: Pool | None = None) -> TargetFacts:
                 records.append(_probe_record(target, pool, form, words))
         record = records[-1]
         if _is_answered(record):
-            return _facts_of(form, *records, may_end=not target.ignore_eos)
+            facts = _facts_of(form, *records, may_end=not target.ignore_eos)
+            if target.insecure:
+                facts.notes.append(UNCHECKED)
+            return facts
         by_message = [
             other
             for other in _forms_by_message(form, record.error_message)
@@ -388,7 +397,8 @@ def _models(target: Target, pool: Pool) -> list[str]:
         locations = [value for name, value in headers if name.lower() == b"location"]
         message = words_of_body(body)
         if not message and locations:
-            message = f"redirected to {locations[0].decode('latin-1')}"
+            message = f"redirected to {locations[0].decode('latin-1').partition('?')[0]}"
+        message = redacted(message, pool.values)
         raise TargetUnusable(f"{where} answered {status}: {message or 'no message'}{advice}")
     try:
         response = read_json(body)
@@ -398,7 +408,8 @@ def _models(target: Target, pool: Pool) -> list[str]:
             f"{where} is not what OpenAI's API returns. Name the model with {MODEL_OPTION}"
         ) from problem
     if not names and isinstance(response, dict) and is_error(response):
-        raise TargetUnusable(f"{where} answered with an error: {words_of(response)}")
+        message = redacted(words_of(response), pool.values)
+        raise TargetUnusable(f"{where} answered with an error: {message}")
     return names
 
 

@@ -37,6 +37,7 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of_body,
     words_of_event,
 )
+from crossover.loadtests.load_generator.endpoint_access import redacted
 from crossover.loadtests.load_generator.http_connection import (
     Inflater,
     Pool,
@@ -114,7 +115,7 @@ class Answer(msgspec.Struct):
                 case b"x-request-id":
                     self.request_id = _header_text(value)
                 case b"location":
-                    self.location = _header_text(value)
+                    self.location = _header_text(value.partition(b"?")[0])  # may repeat the query
                 case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
                     if is_inflatable(value):
                         self.inflater = Inflater(self.max_bytes)
@@ -423,6 +424,7 @@ def stream(
     contents = [round(moment - origin, 6) for moment in answer.contents]
     first_answer = answer.first_answer
     usage = answer.usage or ChunkUsage()
+    message = answer.error_message
     return msgspec.structs.replace(
         unsent_record,
         scheduled_seconds=round(unsent_record.scheduled_seconds, 6),
@@ -438,7 +440,7 @@ def stream(
         output_tokens=usage.completion_tokens,
         status=answer.status,
         error=answer.error,
-        error_message=answer.error_message,
+        error_message=None if message is None else redacted(message, pool.values),
         finish_reason=answer.finish_reason,
         backend=answer.backend,
         request_id=answer.request_id,

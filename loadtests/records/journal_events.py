@@ -66,6 +66,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # `estimated_rate` if the server computed each conversation's history again; None: the workload
     # has no conversations, or the server does so.
     estimated_rate_without_reuse: float | None = None
+    # Concurrent conversations at that rate, and at the rate with no prompt cache beside the slots;
+    # None: not known, or there is no prompt cache.
+    users_without_reuse: float | None = None
+    users_without_prompt_cache: float | None = None
     # Advice about the SLO: one under which the interval would be narrow, or under which there would
     # be a capacity; "": none.
     advice: str = ""
@@ -143,6 +147,8 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     threads: int | None = None
     prefix_reuse: str | None = None  # what the engine reuses, as a phrase
     predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
+    # Share of its memory on the NUMA nodes that it was given; None: it was given none.
+    memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
     stored_tokens: int | None = None  # of its prompt cache
     copy_token_seconds: float | None = None  # of a token to or from it

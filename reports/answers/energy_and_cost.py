@@ -37,26 +37,36 @@ def price_of(cell: CellData, data: ReportData) -> float | None:
     return data.gpu.dollars_per_hour if cell.side == GPU and data.gpu is not None else None
 
 
-def dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
-    """Return dollars for a million output tokens at `conservative_rate`.
+def token_price(
+    dollars_per_hour: float | None, rate: float | None, mean_output: float
+) -> float | None:
+    """Return dollars for a million output tokens of a machine that serves `rate` requests/s.
 
     dollars = dollars per hour / (3600 s * rate * mean output tokens) * 1e6
 
-    None: the price or the rate is not known.
+    None: the price or the rate is not known, or the rate is 0.
     """
-    dollars_per_hour, rate = price_of(cell, data), conservative_rate(cell).rate
-    if not dollars_per_hour or not rate or cell.traffic is None:
+    if not dollars_per_hour or not rate:
         return None
-    return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
+    return dollars_per_hour / (3600 * rate * mean_output) * 1e6
+
+
+def dollars_per_million_tokens(cell: CellData, data: ReportData) -> float | None:
+    """Return dollars for a million output tokens at `conservative_rate`; None: the price or the
+    rate is not known."""
+    if cell.traffic is None:
+        return None
+    rate = conservative_rate(cell).rate
+    return token_price(price_of(cell, data), rate, cell.traffic.mean_output)
 
 
 def takeover_dollars_per_million_tokens(answer: ModelAnswer) -> float | None:
     """Return dollars for a million output tokens on the takeover GPU, at the low end of its
     prediction; None: price or rate is not known."""
     gpu, traffic = answer.takeover_gpu, answer.cell.traffic
-    if gpu is None or not gpu.dollars_per_hour or not gpu.low or traffic is None:
+    if gpu is None or traffic is None:
         return None
-    return gpu.dollars_per_hour / (3600 * gpu.low * traffic.mean_output) * 1e6
+    return token_price(gpu.dollars_per_hour, gpu.low, traffic.mean_output)
 
 
 def joules_of(cell: CellData) -> float | None:

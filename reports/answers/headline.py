@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
 from crossover.models import formatting
+from crossover.models.cpu_names import short_cpu_name
 from crossover.reports.answers.binding_limits import taken_share_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
@@ -194,10 +195,7 @@ def machine_words(data: ReportData, side: str = CPU) -> str:
         return str(facts["url"])
     if side == GPU:
         return "GPU" if data.gpu is None else data.gpu.words
-    name = re.sub(
-        r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", str(facts.get("cpu_model") or "")
-    )
-    name = " ".join(name.split())
+    name = short_cpu_name(str(facts.get("cpu_model") or ""))
     name = f"{_article(name)} {name}" if name else "this machine"
     allowed_cores = facts.get("allowed_cores")  # their number, or their list
     cores = len(allowed_cores) if isinstance(allowed_cores, list | tuple) else allowed_cores

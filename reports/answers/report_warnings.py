@@ -20,7 +20,7 @@ from crossover.loadtests.capacity.capacity_text import (
     users_words,
 )
 from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
-from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, route_words
+from crossover.loadtests.load_generator.openai_endpoint import UNCHECKED, TargetFacts, route_words
 from crossover.loadtests.records.journal_events import (
     CellReady,
     Interrupted,
@@ -30,6 +30,7 @@ from crossover.loadtests.records.journal_events import (
 )
 from crossover.models import formatting
 from crossover.reports.report_data import CellData, RateInterval, ReportData
+from crossover.serving.hardware.numa import MISPLACED_ADVICE, misplaced_words
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 MIN_ALERT_SHARE = 0.1  # change of the machine's speed from which the first screen names it
@@ -149,7 +150,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         if text := reuse_words(capacity, cell.unit_rate):
             users = users_words(capacity)
             serves = f" The estimated capacity serves {users}." if users else ""
-            advice = "Slots hold histories: with fewer of them than users, histories are evicted."
+            advice = (
+                "Histories that neither slots nor prompt cache have room for are computed again."
+            )
             yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
         if capacity.advice:
             advice = (
@@ -220,9 +223,21 @@ def _of_servers(data: ReportData) -> Iterator[NamedWarning]:
     if texts := dict.fromkeys(text for event in ready_events for text in event.shared_cores):
         advice = "Use more cores, or run the load generator on another machine."
         yield NamedWarning("SharedCores", WARNING, _sentence("; ".join(texts)), advice)
-    if texts := dict.fromkeys(text for event in ready_events for text in event.endpoint_notes):
+    for cell in data.cells:
+        share = None if cell.ready is None else cell.ready.info.memory_share_on_nodes
+        if text := misplaced_words(share):
+            advice = _sentence(f"{MISPLACED_ADVICE}; then measure again")
+            text = _sentence(f"{_name(cell, data)}: {text}")
+            yield NamedWarning("MemoryMisplaced", WARNING, text, advice)
+    notes = dict.fromkeys(text for event in ready_events for text in event.endpoint_notes)
+    if UNCHECKED in notes:
+        advice = (
+            "Name the file of its certificate authority with --ca-file (ca_file in a campaign)."
+        )
+        yield NamedWarning("CertificateNotChecked", WARNING, _sentence(UNCHECKED), advice)
+    if lacks := [note for note in notes if note != UNCHECKED]:
         advice = "Values that the endpoint does not report are shown as not measured."
-        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(texts)), advice)
+        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(lacks)), advice)
     if any(cell.ready is not None and cell.ready.synthetic for cell in data.cells):
         text = (
             "The weights are seeded random numbers in the published shape: speed and memory are "

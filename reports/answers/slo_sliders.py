@@ -173,7 +173,7 @@ def _entry(
 def _capacities(server: Server, slo: Slo, grid: Grid) -> tuple[Array, Array]:
     """Return two arrays with a value for every point of the grid: whether single requests meet the
     SLO with its limits and target, and the capacity in requests/s (0.0 where they do not)."""
-    rates = server.saturated_rate() * np.geomspace(MIN_LOAD, MAX_LOAD, RATES)
+    rates = server.saturated_rate * np.geomspace(MIN_LOAD, MAX_LOAD, RATES)
     simulations = [server.play(float(rate)) for rate in rates]
     single_stream = server.unloaded()
 

@@ -8,6 +8,7 @@ crossover plan --model 8b --rate 0.5
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from crossover.reports.plan.plan_costs import Plan
 
 TEXT_COLUMNS = 110
+CHART_PIXELS = 640
 PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
 RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
@@ -42,7 +44,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: list[str] | None = None
     run: list[Path] | None = None
     price: float | None = None
+    api_price: str | None = None
     machine: list[Path] | None = None
+    machines: list[Path] | None = None
     chart: Path | None = None
     as_json: bool = False
     devices: bool = False
@@ -94,6 +98,7 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 
     Raises ReportError for options that contradict each other, and BadPlan for a broken file.
     """
+    from crossover.reports.devices.calibrated_machines import read_machines
     from crossover.reports.plan.plan_file import BadPlan
 
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
@@ -119,6 +124,8 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         raise ReportError(
             f"--price {options.price:g} must be 0 or more: the $/h of the machine of --run."
         )
+    if options.api_price is not None:
+        tables["api"] = _api_keys(options.api_price)
     price_keys: dict[str, Any] = {}
     if options.price is not None:
         price_keys = {"is_paid": not options.price}
@@ -127,19 +134,44 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
     # Paths on the command line are relative to the current folder, those in the file to its folder.
     machines = [{"run": str(path.absolute()), **price_keys} for path in options.run or []]
     machines += [{"file": str(path.absolute())} for path in options.machine or []]
+    measured = read_machines(options.machines or [])  # to rent: their prices are in the files
+    measured_files = dict.fromkeys(str(machine.path.absolute()) for machine in measured)
+    machines += [{"file": file, "owned": 0, "is_paid": False} for file in measured_files]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
 
 
+def _api_keys(prices: str) -> dict[str, float]:
+    """Return the keys of [api] for `0.15/0.60` or `0.15/0.075/0.60`. Raises ReportError."""
+    names = {2: ("input", "output"), 3: ("input", "cached_input", "output")}
+    parts = prices.split("/")
+    try:
+        return dict(zip(names[len(parts)], map(float, parts), strict=True))
+    except (KeyError, ValueError):
+        raise ReportError(
+            f"--api-price {prices!r} must be IN/OUT or IN/CACHED/OUT, in dollars per million "
+            "tokens, such as 0.15/0.60"
+        ) from None
+
+
 def _write_chart(path: Path, cost_plan: Plan) -> None:
     """Write the chart of the costs, in the format of the path's suffix. Raises ReportError."""
-    from crossover.reports.render.plan_chart import cost_chart  # importing altair takes 0.5 s
+    # Imported here, since altair takes 0.5 s.
+    from crossover.reports.chart_style import png, svg
+    from crossover.reports.render.plan_chart import cost_chart
+    from crossover.reports.render.plan_page import plan_page
 
-    if path.suffix not in (".png", ".svg", ".html"):
+    makers: dict[str, Callable[[], str | bytes]] = {
+        ".png": lambda: png(cost_chart(cost_plan), CHART_PIXELS),
+        ".svg": lambda: svg(cost_chart(cost_plan), CHART_PIXELS),
+        ".html": lambda: plan_page(cost_plan),
+    }
+    if path.suffix not in makers:
         raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")
+    content = makers[path.suffix]()
     try:
-        cost_chart(cost_plan).save(str(path))
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as problem:
         raise ReportError(f"{path} cannot be written: {problem.strerror}") from problem
 

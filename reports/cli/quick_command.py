@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import typer
@@ -23,6 +23,12 @@ from crossover.loadtests.campaign.quick_campaign import (
 )
 from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
 from crossover.loadtests.host.child_processes import ignore_signals, signals_interrupt
+from crossover.loadtests.load_generator.endpoint_access import (
+    Access,
+    public_command,
+    variables_of,
+    with_references,
+)
 from crossover.loadtests.load_generator.endpoint_details import ask_details
 from crossover.loadtests.load_generator.find_servers import (
     SOFTWARE_NAMES,
@@ -52,7 +58,7 @@ MAX_FAILED_SHARE = 0.5  # of the single requests; more say nothing of the latenc
 THINK_SECONDS = 45.0  # mean of inference-perf's interactive-chat
 
 
-class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
+class QuickOptions(Access, frozen=True, kw_only=True):
     """The command line of `crossover quick`."""
 
     url: str | None = None
@@ -62,7 +68,6 @@ class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
     think: Seconds = THINK_SECONDS
     shape: str | None = None
     api: Literal["auto", "completions", "chat"] = "auto"
-    api_key_env: str | None = None
     seconds: Positive = DEFAULT_SECONDS
     out: Path = Path("runs")
     as_json: bool = False
@@ -82,6 +87,8 @@ def _quick(options: QuickOptions) -> None:
     crossover quick 8080 --workload 2000x200 --slo ttft=5,tpot=0.2
     crossover quick --json > quick.json
     """
+    options, url = with_references(options, options.url)
+    options = msgspec.structs.replace(options, url=url)
     slo = _slo_of(options)
     if options.seconds < MIN_SECONDS:
         raise LoadError(
@@ -113,7 +120,7 @@ def _quick(options: QuickOptions) -> None:
     if options.as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
         return
-    for line in _screen(answer):
+    for line in _screen(answer, needs_trust=bool(variables_of(options) or options.client_cert)):
         typer.echo(line)
 
 
@@ -195,9 +202,10 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
         url = options.url.strip()
         url = f"http://127.0.0.1:{url}" if url.isdecimal() else url
         url = url if "://" in url else f"http://{url}"
-        check_target(Target(url=url))
+        target = Target(url=url, **_access_of(options))
+        check_target(target)
         progress.tick(f"looking at {url}")
-        return look_at(url, options.api_key_env) or LocalServer(url, "unknown", ())
+        return look_at(target) or LocalServer(url, "unknown", ())
     progress.tick("looking for a server on this machine")
     servers, ports_with_key = find_local_servers(), ports_that_need_a_key()
     if not servers and ports_with_key:
@@ -228,6 +236,11 @@ def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
     return first
 
 
+def _access_of(options: QuickOptions) -> dict[str, Any]:
+    """Return the fields of a target that say how it is reached."""
+    return {name: getattr(options, name) for name in Access.__struct_fields__}
+
+
 def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -> Target:
     """Return the endpoint, with the name of its model and the route that it has.
 
@@ -237,7 +250,7 @@ def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -
         url=server.url,
         model=options.model or next(iter(server.models), None),
         api="chat" if options.api == "chat" else "completions",
-        api_key_env=options.api_key_env,
+        **_access_of(options),
         timeout_seconds=options.seconds,
         ready_seconds=READY_SECONDS,
     )
@@ -272,7 +285,7 @@ def _measured(
             f"server's context has {context_tokens} tokens"
         )
         question = msgspec.structs.replace(question, workload=workload)
-    folder = run(quick_plan(question), options.out, progress, command=sys.argv)
+    folder = run(quick_plan(question), options.out, progress, command=public_command(sys.argv))
     _stop_clock()  # all is measured: a simulation on a busy machine may take a little longer
     progress.tick("simulating")
     data = read_report(folder)
@@ -300,8 +313,9 @@ def _with_shape(data: ReportData, shape: ModelSpec | None) -> ReportData:
     return msgspec.structs.replace(data, cells=cells)
 
 
-def _screen(answer: QuickAnswer) -> list[str]:
-    trust = " --trust" if "--api-key-env" in sys.argv else ""
+def _screen(answer: QuickAnswer, *, needs_trust: bool) -> list[str]:
+    """Return the lines of an answer. `needs_trust`: to resume the run needs --trust."""
+    trust = " --trust" if needs_trust else ""
     confirm = f"crossover campaign resume {answer.run} --confirm{trust}"
     capacity = answer.capacity
     next_steps = []

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
-from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.errors import MissingPackage, ReportError
-from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
 
 if TYPE_CHECKING:
@@ -45,16 +43,19 @@ def _report(options: ReportOptions) -> None:
     crossover report runs/ID --check "1b:capacity>=0.5"     # status 0 or 1
     """
     # Imported here, so that --help is quick.
+    from crossover.reports.answers.check_conditions import check_condition
     from crossover.reports.answers.first_screen import first_screen_of
     from crossover.reports.answers.model_answers import answers_of
     from crossover.reports.render.json_and_csv import as_json
     from crossover.reports.report_data import read_report
+    from crossover.serving.capacity.slo import SLO_PRESETS
 
     formats = _formats(options)
     if options.share is not None:
-        from crossover.reports.render.export_run import export_run
+        from crossover.reports.render.export_run import export_machine, export_run
 
-        for line in export_run(options.run, options.share):
+        export = export_machine if options.share.suffix == ".json" else export_run
+        for line in export(options.run, options.share):
             typer.echo(line)
         return
     if options.slo is not None and options.slo not in SLO_PRESETS:

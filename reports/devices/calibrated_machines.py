@@ -1,7 +1,9 @@
-"""A machine that was calibrated: its step-time models, and from them that of any other model.
+"""Machines that were measured: their step-time models, and from them that of any other model.
 
-    machine = calibrated_machine(Path("machine.json"))     # by `crossover calibrate`, there
-    step_times, half_width = machine.step_times(ladder_model("3b").spec, "Q4_0", 8, 1)
+    for measured in read_machines([Path("machine.json"), Path("docs/atlas")]):
+        measured.file.measured_on, measured.models   # what it measured
+        service = Service(measured.machine, ladder_model("3b").spec, "Q4_0", Traffic(demand))
+        capacity_of(service, slo)                    # of any model, in any format
 
 Each coefficient of a step-time model grows with terms of a model's shape. The factors a and b of
 these terms are fitted for each coefficient by itself, to the measured models of the same weight
@@ -24,87 +26,180 @@ For a weight format that was not measured, the measured format of the nearest si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
+import msgspec
 import numpy as np
-from scipy.optimize import nnls
 
 from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
 from crossover.loadtests.errors import LoadError
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import gguf_names, weight_bytes
 from crossover.reports.devices.device_capacity import Machine
+from crossover.reports.devices.device_catalog import device_of_driver_name
 from crossover.reports.devices.predicted_steps import PredictedSteps
+from crossover.reports.devices.shared_file_checks import check_shared_file
 from crossover.reports.errors import ReportError
+from crossover.serving.capacity.simulated_capacity import LOADED, Z_90, sd_of
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
-# Half widths of the 90 % band of ln(step time). Measured on two cores of an AMD EPYC, with an
-# earlier step-time model: for a calibrated model 0.09, for a bigger model 0.34, for another weight
-# format 0.60. A mixture of experts that is predicted from dense models has the last, too: on two
-# cores of a Xeon, prompts of a 4-bit mixture ran at 0.6 of the speed of the dense model of its
-# active size.
-SAME_HALF_WIDTH = 0.09
+# Half widths of the 90 % band of ln(step time) of what was not measured, for a bigger model and for
+# another weight format. Measured on two cores of an AMD EPYC, with an earlier step-time model. A
+# mixture of experts that is predicted from dense models has the second, too: on two cores of a
+# Xeon, prompts of a 4-bit mixture ran at 0.6 of the speed of the dense model of its active size.
 BIGGER_HALF_WIDTH = 0.34
 FORMAT_HALF_WIDTH = 0.60
 
 
-def calibrated_machine(path: Path) -> Machine:
-    """Return the machine of a machine.json. Raises ReportError, which names file, key and value."""
+class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The CPU of a machine, or its GPU, as a machine file has it."""
+
+    path: Path
+    file: MachineFile
+    device: Literal["cpu", "gpu"]
+    models: tuple[ModelSteps, ...]  # that were measured on this device
+    machine: Machine  # as simulations take it: `Service(measured.machine, ...)`
+
+    @property
+    def name(self) -> str:
+        """`AMD EPYC, 2 cores`, `NVIDIA H200`."""
+        return self.machine.name
+
+    def serving(self, steps: ModelSteps) -> Machine:
+        """Return the machine as it served one of its measured models: with the engine, the step
+        times and the scheduler's settings of that measurement."""
+        return msgspec.structs.replace(
+            self.machine,
+            step_times=lambda spec, weight_format, slots, devices: measured_steps(steps),
+            slots=steps.server.settings.slots,
+            grade="estimated",
+            policy=steps.server.settings,
+        )
+
+
+def read_machines(paths: Iterable[Path]) -> list[MeasuredMachine]:
+    """Return the measured devices of machine files: of each file its CPU, then its GPU.
+
+    A path is a machine.json of `crossover calibrate` or `crossover report --share FILE.json`, or a
+    folder of such files, which are read in the order of their names. Files of others are checked
+    (shared_file_checks.py): whoever compares machines should read them with this function.
+
+    Raises ReportError, which names file, key and value, for a file that cannot be read, contradicts
+    itself, or was measured while other processes were busy; and for a folder without files.
+    """
+    machines = []
+    for path in paths:
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise ReportError(
+                f"{path} has no machine files (*.json). `crossover calibrate --out FILE` writes one"
+            )
+        for file in files:
+            measured = machines_of_file(file)
+            check_shared_file(file, measured[0].file)
+            machines += measured
+    return machines
+
+
+def machines_of_file(path: Path) -> list[MeasuredMachine]:
+    """Return the measured devices of one machine file, the CPU first, without further checks.
+
+    Raises ReportError, which names file, key and value.
+    """
     try:
         file = read_machine_file(path)
     except LoadError as problem:
         raise ReportError(str(problem)) from problem
-    policy = file.models[0].server.settings
-    return Machine(
-        name=file.name,
+    return [_measured(path, file, device) for device in _devices_of(file)]
+
+
+def _devices_of(file: MachineFile) -> list[Literal["cpu", "gpu"]]:
+    measured = {steps.device for steps in file.models}
+    both: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")
+    return [device for device in both if device in measured]
+
+
+def _measured(path: Path, file: MachineFile, device: Literal["cpu", "gpu"]) -> MeasuredMachine:
+    """Return one device of a machine file.
+
+    The price is the file's, of the whole machine. Without it a GPU has the list price of the
+    catalog, and a CPU none.
+    """
+    models = tuple(steps for steps in file.models if steps.device == device)
+    policy = models[0].server.settings
+    name, memory_bytes = file.name, file.hardware.memory_bytes
+    price, price_date = file.dollars_per_hour, file.measured_on
+    if device == "gpu" and file.hardware.gpus:
+        gpu = file.hardware.gpus[0]
+        name, memory_bytes = gpu.name, gpu.memory_bytes or memory_bytes
+        listed = device_of_driver_name(gpu.name, gpu.memory_bytes)
+        if price is None and listed is not None and listed.dollars_per_hour is not None:
+            price, price_date = listed.dollars_per_hour, listed.price_date or ""
+    machine = Machine(
+        name=name,
         step_times=lambda spec, weight_format, slots, devices: _step_times(
-            file, spec, weight_format, devices
+            name, models, spec, weight_format, devices
         ),
         slots=policy.slots,
         policy=policy,
-        memory_bytes=file.hardware.memory_bytes,
+        memory_bytes=memory_bytes,
+        dollars_per_hour=price,
+        price_date="" if price is None else price_date,
+        policy_model=models[0].model,
     )
+    return MeasuredMachine(path=path, file=file, device=device, models=models, machine=machine)
+
+
+def measured_steps(steps: ModelSteps) -> PredictedSteps:
+    """Return the step times of a measured model under load, with the uncertainty of the run that
+    measured them, as reports have it."""
+    step_times = steps.server.step_times.slower(steps.load_factor or LOADED)
+    return PredictedSteps(step_times, Z_90 * sd_of(0 if steps.load_factor is None else 1))
 
 
 def _step_times(
-    file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
+    name: str, models: Sequence[ModelSteps], spec: ModelSpec, weight_format: str, devices: int
 ) -> PredictedSteps:
     """Return the step-time model of a model, with its uncertainty.
 
     Raises ReportError for several devices, and for a format about which nothing is known.
     """
     if devices > 1:
-        raise ReportError(f"{file.name}: several machines cannot share a step. Use replicas")
-    same_format = [steps for steps in file.models if steps.weight_format == weight_format]
+        raise ReportError(f"{name}: several machines cannot share a step. Use replicas")
+    same_format = [steps for steps in models if steps.weight_format == weight_format]
     for steps in same_format:
         if steps.model.name == spec.name:
-            return PredictedSteps(steps.server.step_times, SAME_HALF_WIDTH)
+            return measured_steps(steps)
     if not same_format:
-        nearest = _models_of_nearest_format(file, spec, weight_format)
-        return PredictedSteps(_fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH)
+        nearest = _models_of_nearest_format(name, models, spec, weight_format)
+        return PredictedSteps(_fitted_step_times(spec, nearest).slower(LOADED), FORMAT_HALF_WIDTH)
     is_mixture = spec.experts is not None
     has_same_kind = any((steps.model.experts is not None) == is_mixture for steps in same_format)
     half_width = BIGGER_HALF_WIDTH if has_same_kind else FORMAT_HALF_WIDTH
-    return PredictedSteps(_fitted_step_times(spec, same_format), half_width)
+    return PredictedSteps(_fitted_step_times(spec, same_format).slower(LOADED), half_width)
 
 
 def _models_of_nearest_format(
-    file: MachineFile, spec: ModelSpec, weight_format: str
+    name: str, models: Sequence[ModelSteps], spec: ModelSpec, weight_format: str
 ) -> list[ModelSteps]:
     """Return the models that were measured in the format of the nearest size. Raises ReportError if
     sizes cannot be compared."""
-    measured_formats = list(dict.fromkeys(steps.weight_format for steps in file.models))
-    comparable = [name for name in measured_formats if name in gguf_names()]
+    measured_formats = list(dict.fromkeys(steps.weight_format for steps in models))
+    comparable = [measured for measured in measured_formats if measured in gguf_names()]
     if weight_format not in gguf_names() or not comparable:
         raise ReportError(
-            f"The machine {file.name!r} was calibrated with {', '.join(measured_formats)}, which "
+            f"The machine {name!r} was calibrated with {', '.join(measured_formats)}, which "
             f"says nothing about {weight_format}"
         )
     size_bytes = weight_bytes(spec, weight_format)
-    nearest = min(comparable, key=lambda name: abs(math.log(weight_bytes(spec, name) / size_bytes)))
-    return [steps for steps in file.models if steps.weight_format == nearest]
+    nearest = min(
+        comparable,
+        key=lambda measured: abs(math.log(weight_bytes(spec, measured) / size_bytes)),
+    )
+    return [steps for steps in models if steps.weight_format == nearest]
 
 
 # What the numbers of a step-time model grow with (the module's docstring has the formulas).
@@ -149,6 +244,8 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
             # is not defined: all of it is taken to grow with the first term.
             mean_term = fmean(terms[0](steps.model) for steps in measured)
             return fmean(seconds.tolist()) * terms[0](spec) / mean_term
+        from scipy.optimize import nnls  # takes half a second to import
+
         table = np.array([[term(steps.model) for term in terms] for steps in measured], dtype=float)
         scale = table.max(axis=0)
         factors, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))

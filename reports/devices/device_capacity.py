@@ -123,6 +123,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     slots: int
     grade: CapacityGrade = "predicted"
     policy: SchedulerSettings | None = None  # None: the default settings of its engine
+    # The model that was served with `policy`; None: the one that is asked about.
+    policy_model: ModelSpec | None = None
     memory_bytes: float | None = None  # usable by an engine
     is_served_by_vllm: bool = False  # otherwise llama.cpp serves
     watts: float | None = None  # under load
@@ -144,6 +146,11 @@ class Service(msgspec.Struct, frozen=True):
         machine = self.machine
         return machine.step_times(self.spec, self.weight_format, machine.slots, self.devices)
 
+    def step_factor(self, speed: int) -> float:
+        """Return the factor of all step times with SLOW_STEPS, EXPECTED_STEPS or FAST_STEPS.
+        Raises ReportError where they are not known."""
+        return math.exp(speed * ONE_SIDED * self.predicted_steps().half_width)
+
     def needed_bytes(self, kv_tokens: float, states: int = 1) -> float:
         """Return the memory that serving takes on all devices together, with a KV cache of so many
         tokens and the recurrent states of so many requests. All experts are in memory."""
@@ -160,7 +167,7 @@ class Service(msgspec.Struct, frozen=True):
         memory. Raises ReportError if the memory is too small for the longest request."""
         machine = self.machine
         if machine.policy is not None:
-            return machine.policy
+            return self._with_cache_of_this_model(machine.policy)
         kv_tokens, slots = None, machine.slots
         if machine.memory_bytes is not None:
             kv_tokens, slots = self._fitting_cache(machine.memory_bytes * self.devices)
@@ -171,6 +178,21 @@ class Service(msgspec.Struct, frozen=True):
             step_tokens=PREFILL_TOKENS,
             kv_tokens=kv_tokens,
             step_seconds_target=None,
+        )
+
+    def _with_cache_of_this_model(self, policy: SchedulerSettings) -> SchedulerSettings:
+        """Return settings in which the prompt cache has as many bytes as with the model that was
+        served: it has room for more tokens of a model whose KV cache is smaller."""
+        served, own_bytes = self.machine.policy_model, self.spec.kv_bytes_per_token()
+        if served is None or not policy.stored_tokens:
+            return policy
+        if not own_bytes or self.spec.state_bytes_per_slot:
+            return msgspec.structs.replace(policy, stored_tokens=0)
+        ratio = own_bytes / served.kv_bytes_per_token()
+        return msgspec.structs.replace(
+            policy,
+            stored_tokens=int(policy.stored_tokens / ratio),
+            copy_token_seconds=policy.copy_token_seconds * ratio,
         )
 
     def _fitting_cache(self, memory_bytes: float) -> tuple[int | None, int]:
@@ -240,8 +262,7 @@ def simulation_of(service: Service, speed: int) -> Server:
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
     traffic = service.traffic
-    step_times, half_width, _ = service.predicted_steps()
-    step_times = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
+    step_times = service.predicted_steps().step_times.slower(service.step_factor(speed))
     count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
     return traffic.server_with(step_times, service.policy()).simulated(traffic.demand, count)
 
@@ -256,7 +277,7 @@ def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
     """
 
     def meets_slo(server: Server) -> bool:
-        return _meets_slo_unloaded(server, slo) and server.meets(rate, slo)
+        return server.meets_unloaded(slo) and server.meets(rate, slo)
 
     if meets_slo(simulation_of(service, SLOW_STEPS)):
         return "yes"
@@ -277,9 +298,11 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     )
     try:
         notes = service.predicted_steps().notes
-        low = _crossing(simulation_of(service, SLOW_STEPS), slo)
-        rate = _crossing(simulation_of(service, EXPECTED_STEPS), slo)
-        high = _crossing(simulation_of(service, FAST_STEPS), slo)
+        expected = simulation_of(service, EXPECTED_STEPS)
+        low, rate, high = (
+            expected.rate_if_slower(slo, service.step_factor(speed))
+            for speed in (SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS)
+        )
     except ReportError as problem:
         return msgspec.structs.replace(capacity, reason=str(problem))
     memory_bytes = None
@@ -296,20 +319,10 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
         return msgspec.structs.replace(capacity, reason=f"misses the SLO {slo.name} {limits}")
-    requests = simulation_of(service, EXPECTED_STEPS).play(rate)
+    requests = expected.play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]
     return msgspec.structs.replace(
         capacity,
         ttft_seconds=float(np.median(requests.ttft)),
         tpot_seconds=float(np.median(tpot)) if len(tpot) else None,
     )
-
-
-def _meets_slo_unloaded(server: Server, slo: Slo) -> bool:
-    return bool(slo.met_by(server.unloaded()).mean() >= slo.target)
-
-
-def _crossing(server: Server, slo: Slo) -> float:
-    """Return the rate at which SLO attainment equals the target; 0.0: the SLO is missed
-    unloaded."""
-    return server.crossing(slo) if _meets_slo_unloaded(server, slo) else 0.0

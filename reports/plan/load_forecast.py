@@ -12,9 +12,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 HOURS_A_MONTH = 730.5
 WEEKEND_SHARE = 2 / 7
+MAX_TRACE_LOADS = 48  # kinds of hours that a trace has; hours of similar rates are taken together
 # Relative rates of the hours of a weekday, hour 0 first. People: ServeGen (Alibaba),
 # language/m-small. Office and night are made up.
 # fmt: off
@@ -92,3 +95,21 @@ def day_loads(
         assert mean_rate is not None
         scale = mean_rate * HOURS_A_MONTH / sum(rate * count for rate, count in hours.items())
     return tuple(Load(rate * scale, hours[rate]) for rate in sorted(hours, reverse=True))
+
+
+def trace_loads(seconds: npt.NDArray[np.float64]) -> tuple[Load, ...]:
+    """Return the loads of a month that repeats a trace: the busiest hour at its own rate, and the
+    others in groups of similar rates at the mean rate of each.
+
+    `seconds`: the times of at least two requests, ascending from 0, the last one above 0. The trace
+    is divided into equal parts of about an hour.
+    """
+    duration = float(seconds[-1]) * len(seconds) / (len(seconds) - 1)  # with one gap at the end
+    parts = max(1, round(duration / 3600))
+    part_seconds = duration / parts
+    counts = np.bincount((seconds / part_seconds).astype(np.int64), minlength=parts)
+    rates = np.sort(counts / part_seconds)[::-1]
+    part_hours = HOURS_A_MONTH / parts
+    groups = np.array_split(rates[1:], min(len(rates) - 1, MAX_TRACE_LOADS - 1) or 1)
+    others = [Load(float(group.mean()), len(group) * part_hours) for group in groups if len(group)]
+    return (Load(float(rates[0]), part_hours), *others)

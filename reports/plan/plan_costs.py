@@ -1,159 +1,51 @@
-"""The options that serve a forecast, their costs, and the choice among them.
+"""The plan: options that serve a forecast, the choice among them, and where it changes.
 
     plan = make_plan(question, candidates)
     plan.choice                 # the cheapest that meets the SLO with 90 % confidence, or None
 
-**The rule: choose the cheapest option whose low end (90 %, one-sided) serves the peak.** An option
-is one of your machines as it is, rented machines, or both: the rented machines then take the load
-above the low end of yours. The busiest hour decides how many machines there are. Rented machines
-are paid for in the hours that need them, and owned machines cost their energy. Costs are step
-functions of the rate, so the rates at which the choice changes are found by search.
+**The rule: choose the cheapest option whose low end (90 %, one-sided) serves the peak.** Costs are
+step functions of the rate, so the rates at which the choice changes are found by search.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from crossover.models import formatting
-from crossover.reports.devices.device_capacity import CapacityGrade, Certainty, DeviceCapacity
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
-from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast, Load
-from crossover.reports.plan.plan_file import Question
+from crossover.reports.plan.api_price import ApiCost, api_cost
+from crossover.reports.plan.break_even import BreakEven, break_even
+from crossover.reports.plan.buy_or_rent import BuyOrRent, buy_or_rent
+from crossover.reports.plan.later_months import Growth, growth_of, totals
+from crossover.reports.plan.plan_file import SECONDS_A_DAY, Question
+from crossover.reports.plan.plan_options import (
+    Candidate,
+    Option,
+    OptionKey,
+    OptionKind,
+    Terms,
+    choice_of,
+    options_of,
+    ordered_options,
+)
 from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.slo import Slo
 
 MAX_ROWS = 6
-MAX_CURVES = 4
-MANY_MACHINES = 10**9  # stands for any number of them
-COUNT_ROUNDING = 1e-9  # of a machine: 2.0000000001 machines are 2
+MAX_CURVES = 6
 # A change of the choice is searched from the forecast's rate up to 64 times that rate, and down to
 # 1/64 of it, in steps of 2 %.
 MAX_FACTOR = 64.0
 FACTOR_STEP = 1.02
-# A cost curve has 120 points on either side of the forecast's rate, up to 4 times and down to 1/4.
-CURVE_POINTS = 120
+# A cost curve reaches from 0 to 4 times the forecast's rate; or, where something is marked at up to
+# 20 times that rate, such as a break-even with the API, a quarter farther than that.
+CURVE_POINTS = 240
 CURVE_FACTOR = 4.0
-CERTAINTY_ORDER: tuple[Certainty, ...] = ("yes", "perhaps", "no")
-GRADE_ORDER: tuple[CapacityGrade, ...] = ("confirmed", "estimated", "predicted")
-OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
-
-
-class Candidate(DeviceCapacity, frozen=True, kw_only=True):
-    """A machine, or one device of a machine, with the capacity of one of it (requests/s)."""
-
-    owned: int = 0  # how many of these machines you have
-    price_date: str = ""
-    is_paid: bool = True  # owned machines cost only their energy; False: they are rented
-    is_list_price: bool = False  # the price is that of its GPU, since none was given
-    gpu_name: str = ""  # the machine's GPU; "": it has none
-    label: str = ""  # title of its row, such as `your GPU`; "": the machine's name
-    binding: BindingLimit | None = None  # None: not known, or the capacity is predicted
-    # Devices of one machine that serve together: the first serves up to its low end, the next takes
-    # the load above it. (): the candidate is one device, or serves as a whole.
-    parts: tuple[Candidate, ...] = ()
-
-    @property
-    def rent_per_month(self) -> float | None:
-        """Rent of the machines that you have, in dollars a month; None: no price is known."""
-        if self.is_paid:
-            return 0.0
-        price = self.dollars_per_hour
-        return None if price is None else price * self.owned * HOURS_A_MONTH
-
-    @property
-    def is_uncalibrated(self) -> bool:
-        """Whether this is a CPU that was never measured, so that its capacity is unknown."""
-        return self.reason == NOT_CALIBRATED
-
-    def certainty_at(self, rate: float, count: int) -> Certainty:
-        """Return with which certainty `count` of these machines serve `rate` requests/s."""
-        if (self.low or 0.0) * count >= rate:
-            return "yes"
-        if self.is_uncalibrated or (self.high or 0.0) * count >= rate:
-            return "perhaps"
-        return "no"
-
-    def kwh_per_month(self, loads: Sequence[Load], max_machines: float = math.inf) -> float | None:
-        """Return the energy that serving takes: power under load for the share of time at work.
-
-        `max_machines`: how many machines can be at work at the same time. None: the power or the
-        capacity is not known.
-        """
-        if self.parts:
-            return self._kwh_of_parts(loads)
-        capacity = self.rate or self.high
-        if self.watts is None or not capacity:
-            return None
-        machine_hours = sum(min(max_machines, load.rate / capacity) * load.hours for load in loads)
-        return self.watts * machine_hours / 1000
-
-    def _kwh_of_parts(self, loads: Sequence[Load]) -> float | None:
-        """Return the energy of devices that serve together: each takes the load up to its low end,
-        and the last one takes what is left."""
-        total_kwh = 0.0
-        remaining_loads = list(loads)
-        for part in self.parts:
-            max_rate = math.inf if part is self.parts[-1] else (part.low or 0.0) * self.owned
-            kwh = part.kwh_per_month([load.up_to(max_rate) for load in remaining_loads])
-            if kwh is None:
-                return None
-            total_kwh += kwh
-            remaining_loads = [load.above(max_rate) for load in remaining_loads]
-        return total_kwh
-
-
-class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the plan. Dollars and kWh are of a month."""
-
-    kind: OptionKind
-    machine: str
-    # The machine that is rented for the load above the low end of `machine`; "": none.
-    machine_above: str = msgspec.field(name="above", default="")
-    certainty: Certainty = msgspec.field(name="suffices")  # that it meets the SLO
-    machines: int | None  # in the busiest hour, spares included; None: no number suffices
-    dollars: float | None  # for enough machines with 90 % confidence; None: a price is unknown
-    dollars_low: float | None = None  # if each rented machine reaches the high end of its interval
-    kwh: float | None = None  # None: the power of a machine is not known
-    energy_unknown: bool = False  # `dollars` lacks the energy of owned machines of unknown power
-    grade: CapacityGrade = msgspec.field(name="known_by")  # of its capacity
-    note: str = ""
-    # What a reader must know of the prediction of the rented machine, as phrases.
-    notes: tuple[str, ...] = ()
-    label: str = ""  # Candidate.label of the machine that you have
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the option meets the SLO with 90 % confidence and its cost is known."""
-        return self.certainty == "yes" and self.dollars is not None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What identifies the option, whatever the number of machines."""
-        return self.kind, self.machine, self.machine_above
-
-    @property
-    def title(self) -> str:
-        """The title of the option's row."""
-        if self.label and self.kind == "as it is":
-            return self.label
-        if self.label and self.kind == "it and rented":
-            return self.title_with(self.label.removesuffix(" alone"))
-        return self.title_with(self.machine)
-
-    def title_with(self, machine: str) -> str:
-        """Return the title with another name for the machine: `your machine as it is`."""
-        match self.kind:
-            case "as it is":
-                return f"{machine} as it is"
-            case "more of it":
-                return f"more of {machine}"
-            case "it and rented":
-                return f"{machine} + {self.machine_above} above it"
-        return self.machine
+MAX_CURVE_FACTOR = 20.0
+MARK_MARGIN = 1.25
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,12 +63,21 @@ class CurvePoint(NamedTuple):
     dollars: float  # a month
 
 
+class CostCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """What an option costs at each rate at which it meets the SLO with 90 % confidence."""
+
+    option: str  # its title
+    kind: OptionKind
+    terms: Terms | None
+    points: list[CurvePoint]
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a plan file. `options` are all options, `rows` the six or fewer to show; both
-    begin with the choice."""
+    """The answer to a plan file. `options` are all options, `rows` those to show; both begin with
+    the choice."""
 
     kind: Literal["crossover-plan"] = "crossover-plan"
-    version: int = 4
+    version: int = 5
     name: str
     model: str
     weight_format: str
@@ -191,23 +92,51 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...]  # facts that would make the plan more certain, as phrases
     binding: dict[str, BindingLimit] = {}  # machine -> what limits it
     price_date: str = ""  # the oldest date of a list price; "": there is no list price
-    # Title of an option -> its cost curve.
-    cost_curves: dict[str, list[CurvePoint]] = {}
+    cost_curves: tuple[CostCurve, ...] = ()
+    dollars_per_kwh: float
+    pue: float
+    years: float | None = None  # of use of bought machines, over which costs are added up
+    residual_share: float = 0.0
+    not_counted: tuple[str, ...] = ()  # costs of machines to own that are not known, as phrases
+    api: ApiCost | None = None  # None: no prices are given
+    break_evens: tuple[BreakEven, ...] = ()  # of the options to show with the API
+    purchase: BuyOrRent | None = None  # None: there is nothing to compare
+    # Title of an option, or "API" -> dollars over the years of the plan; None: it does not serve
+    # the load of all months, or its cost is not known.
+    totals: dict[str, float | None] = {}
+    growth: Growth | None = None  # None: the forecast does not grow
 
     @property
     def choice(self) -> Option | None:
         """The cheapest option that meets the SLO with 90 % confidence; None: there is none."""
-        return _choice(self.options)
+        return choice_of(self.options)
 
     @property
     def rows(self) -> tuple[Option, ...]:
         """The options to show, the choice first."""
         return _rows(self.options)
 
+    def requests_a_day(self, peak_rate: float) -> float:
+        """Return the requests of a mean day whose month has this rate in its busiest hour."""
+        return peak_rate * SECONDS_A_DAY * self.mean_rate / self.peak_rate
+
 
 def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
     """Return the plan. Its options are ordered by certainty, then by cost."""
     options = ordered_options(question, candidates, question.forecast)
+    rows = _rows(options)
+    api = None if question.keys.api is None else api_cost(question.keys.api, question.demand)
+    growth = growth_of(question, candidates)
+    break_evens: tuple[BreakEven, ...] = ()
+    if api is not None:
+        break_evens = tuple(
+            break_even(question, candidates, api, option)
+            for option in rows
+            if option.certainty == "yes" or option.kind == "as it is"
+            if option.dollars is not None and not option.energy_unknown
+        )
+    marked_rates = [even.rate for even in break_evens]
+    marked_rates += [milestone.rate for milestone in growth.milestones] if growth else []
     return Plan(
         name=question.keys.name,
         model=question.spec.name,
@@ -219,7 +148,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         mean_rate=question.forecast.mean_rate,
         spares=question.keys.spares,
         options=tuple(options),
-        changes=tuple(_changes(question, candidates, _choice(options))),
+        changes=tuple(_changes(question, candidates, choice_of(options))),
         unknown=tuple(_unknown(candidates, options)),
         binding={
             device.name: device.binding
@@ -229,7 +158,17 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         price_date=min(
             (candidate.price_date for candidate in candidates if candidate.price_date), default=""
         ),
-        cost_curves=_cost_curves(question, candidates, _rows(options)[:MAX_CURVES]),
+        cost_curves=tuple(_cost_curves(question, candidates, rows, marked_rates)),
+        dollars_per_kwh=question.keys.dollars_per_kwh,
+        pue=question.keys.pue,
+        years=question.keys.years,
+        residual_share=question.keys.residual_share,
+        not_counted=_not_counted(candidates, rows),
+        api=api,
+        break_evens=break_evens,
+        purchase=buy_or_rent(question, candidates, options),
+        totals=totals(question, candidates, rows, api),
+        growth=growth,
     )
 
 
@@ -241,168 +180,33 @@ def _devices(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
     """Return the options to show, in their order: your machines as they are (for a machine with a
-    CPU and a GPU each device, and both together), more of them, and the cheapest option with rented
-    machines above yours. The cheapest rented machines fill the other rows, up to MAX_ROWS.
+    CPU and a GPU each device, and both together), more of them, and the cheapest option with
+    further machines above yours. The cheapest machines that are rented by the hour fill the other
+    rows, up to MAX_ROWS. Machines with a price to reserve or to buy are shown besides.
     """
     as_it_is = [option for option in options if option.kind == "as it is"]
     # More of an option with a label is not shown: it is only one device of your machine.
     own_rows = [
         option
         for option in options
-        if option.kind == "as it is" or (option.kind == "more of it" and option.label == "")
+        if option.kind == "as it is"
+        or (option.kind == "more of it" and option.terms == "by the hour" and option.label == "")
     ]
     # Your machines have two rows together, or one each if these are more.
     own_rows = own_rows[: max(2, len(as_it_is))]
-    own_and_rented_rows = [option for option in options if option.kind == "it and rented"][:1]
-    free_rows = MAX_ROWS - len(own_rows) - len(own_and_rented_rows)
-    rented_rows = [option for option in options if option.kind == "rented"][:free_rows]
-    shown = [*own_rows, *own_and_rented_rows, *rented_rows]
+    own_and_further_rows = [option for option in options if option.kind == "it and rented"][:1]
+    free_rows = MAX_ROWS - len(own_rows) - len(own_and_further_rows)
+    hourly_rows = [
+        option for option in options if option.kind == "rented" and option.terms == "by the hour"
+    ]
+    priced_rows = [
+        option
+        for option in options
+        if option.kind in ("more of it", "rented") and option.terms != "by the hour"
+        if option.label == "" and option.machines is not None
+    ]
+    shown = [*own_rows, *own_and_further_rows, *hourly_rows[:free_rows], *priced_rows]
     return tuple(option for option in options if option in shown)
-
-
-def ordered_options(
-    question: Question, candidates: Sequence[Candidate], forecast: Forecast
-) -> list[Option]:
-    """Return all options under a forecast, the choice first."""
-
-    def rank(option: Option) -> tuple[int, bool, float, int]:
-        """By certainty, then by cost (a known one before an unknown one), then by grade."""
-        return (
-            CERTAINTY_ORDER.index(option.certainty),
-            option.dollars is None,
-            option.dollars or 0.0,
-            GRADE_ORDER.index(option.grade),
-        )
-
-    return sorted(_options(question, candidates, forecast), key=rank)
-
-
-def _options(
-    question: Question, candidates: Sequence[Candidate], forecast: Forecast
-) -> Iterator[Option]:
-    """Yield all options under a forecast, unordered."""
-    own_machines = [candidate for candidate in candidates if candidate.owned]
-    rentable_machines = [candidate for candidate in candidates if not candidate.owned]
-    for machine in own_machines:
-        as_it_is = _as_it_is(question, machine, forecast)
-        yield as_it_is
-        if as_it_is.certainty != "yes" and not machine.parts:
-            yield _with_rented(question, "more of it", machine, machine, forecast)
-    for machine in rentable_machines:
-        yield _with_rented(question, "rented", None, machine, forecast)
-    for own in own_machines:
-        if own.low and own.certainty_at(forecast.peak_rate, own.owned) != "yes":
-            for rented in rentable_machines:
-                if rented.low:
-                    yield _with_rented(question, "it and rented", own, rented, forecast)
-
-
-def _as_it_is(question: Question, machine: Candidate, forecast: Forecast) -> Option:
-    """Return the option to serve with the machines that you have and no others."""
-    kwh = machine.kwh_per_month(forecast.loads, machine.owned)
-    count = max(0, machine.owned - question.keys.spares)
-    served_rate = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
-    energy_dollars = (kwh or 0.0) * question.keys.dollars_per_kwh if machine.is_paid else 0.0
-    rent_dollars = machine.rent_per_month
-    return Option(
-        kind="as it is",
-        machine=machine.name,
-        certainty=machine.certainty_at(forecast.peak_rate, count),
-        machines=machine.owned,
-        dollars=None if rent_dollars is None else rent_dollars + energy_dollars,
-        kwh=kwh,
-        energy_unknown=kwh is None and machine.is_paid,
-        grade=machine.grade,
-        note=machine.reason or (f"serves {served_rate}" if machine.low else ""),
-        notes=machine.notes,
-        label=machine.label,
-    )
-
-
-def _with_rented(
-    question: Question,
-    kind: OptionKind,
-    own: Candidate | None,
-    rented: Candidate,
-    forecast: Forecast,
-) -> Option:
-    """Return the option to rent machines by the hour.
-
-    Your `own` machines serve up to their low end and the rented ones the load above it; without own
-    machines (None) the rented ones serve everything. For the kind "more of it", `rented` is `own`:
-    machines like yours are rented.
-    """
-    owned = 0 if own is None else own.owned
-    own_rate = 0.0 if own is None else (own.low or 0.0) * owned
-    own_loads = [load.up_to(own_rate) for load in forecast.loads]
-    rented_loads = [load.above(own_rate) for load in forecast.loads]
-    spares = question.keys.spares
-
-    def rented_count(rate: float, machine_rate: float | None) -> int | None:
-        """How many machines of `machine_rate` requests/s each are rented to serve `rate`, spares
-        included; None: no number of them suffices."""
-        if not machine_rate:
-            return None
-        if kind == "more of it":  # machines that you have may be the spares
-            needed = math.ceil((rate + own_rate) / machine_rate - COUNT_ROUNDING)
-            return max(0, needed + spares - owned)
-        count = math.ceil(rate / machine_rate - COUNT_ROUNDING)
-        return count + spares if count else 0
-
-    def rent_per_month(machine_rate: float | None) -> float | None:
-        """Rent in dollars; None: no number of machines suffices, or their price is not known."""
-        machine_hours = 0.0
-        for load in rented_loads:
-            count = rented_count(load.rate, machine_rate)
-            if count is None:
-                return None
-            machine_hours += count * load.hours
-        if rented.dollars_per_hour is None:
-            return None if machine_hours else 0.0
-        return rented.dollars_per_hour * machine_hours
-
-    busiest_rented_rate = rented_loads[0].rate
-    sure_count = rented_count(busiest_rented_rate, rented.low)
-    count = sure_count
-    if sure_count is None:
-        count = rented_count(busiest_rented_rate, rented.high)
-    sure_rent = rent_per_month(rented.low or rented.high)
-    min_rent = rent_per_month(rented.high) if rented.low else None
-
-    own_kwh = 0.0 if own is None else own.kwh_per_month(own_loads, owned)
-    rented_kwh = rented.kwh_per_month(rented_loads)
-    own_rent = 0.0 if own is None else own.rent_per_month
-    pays_own_energy = own is not None and own.is_paid
-    energy_dollars = (own_kwh or 0.0) * question.keys.dollars_per_kwh if pays_own_energy else 0.0
-
-    def total_dollars(rent: float | None) -> float | None:
-        if rent is None or own_rent is None:
-            return None
-        return rent + energy_dollars + own_rent
-
-    note = rented.reason
-    if kind == "more of it" and sure_rent is None and count is not None:
-        note = "its dollars_per_hour is unknown"
-    return Option(
-        kind=kind,
-        machine=rented.name if own is None else own.name,
-        machine_above=rented.name if kind == "it and rented" else "",
-        certainty="yes" if sure_count is not None else rented.certainty_at(1.0, MANY_MACHINES),
-        machines=None if count is None else count + owned,
-        dollars=total_dollars(sure_rent),
-        dollars_low=total_dollars(min_rent),
-        kwh=None if own_kwh is None or rented_kwh is None else rented_kwh + own_kwh,
-        energy_unknown=pays_own_energy and count is not None and own_kwh is None,
-        grade=rented.grade,
-        note=note,
-        notes=rented.notes,
-        label="" if own is None else own.label,
-    )
-
-
-def _choice(options: Sequence[Option]) -> Option | None:
-    """Return the first of the ordered options, if it meets the SLO with 90 % confidence."""
-    return options[0] if options and options[0].is_sure else None
 
 
 def _changes(
@@ -415,29 +219,64 @@ def _changes(
         while distance < MAX_FACTOR:
             distance *= FACTOR_STEP
             factor = distance if is_above else 1 / distance
-            other = _choice(ordered_options(question, candidates, forecast.scaled(factor)))
+            other = choice_of(ordered_options(question, candidates, forecast.scaled(factor)))
             if _key(other) != _key(choice):
                 yield Change(rate=forecast.peak_rate * factor, is_above=is_above, option=other)
                 break
 
 
-def _key(option: Option | None) -> tuple[str, str, str] | None:
+def _key(option: Option | None) -> OptionKey | None:
     return None if option is None else option.key
 
 
 def _cost_curves(
-    question: Question, candidates: Sequence[Candidate], shown: Sequence[Option]
-) -> dict[str, list[CurvePoint]]:
-    """Return the curve of each shown option, by its title."""
-    curves: dict[str, list[CurvePoint]] = {}
-    shown_keys = {option.key for option in shown}
-    for point in range(-CURVE_POINTS, CURVE_POINTS + 1):
-        forecast = question.forecast.scaled(CURVE_FACTOR ** (point / CURVE_POINTS))
-        for option in _options(question, candidates, forecast):
-            if option.key in shown_keys and option.is_sure and option.dollars is not None:
+    question: Question,
+    candidates: Sequence[Candidate],
+    rows: Sequence[Option],
+    marked_rates: Sequence[float | None],
+) -> Iterator[CostCurve]:
+    """Yield the cost curves of your machines as they are, of the options to show at the highest
+    rate, where further machines are needed, and of those to show at the forecast's rate.
+
+    `marked_rates`: what the curves should reach to, requests/s of the busiest hour.
+    """
+    peak_rate = question.forecast.peak_rate
+    factors = [rate / peak_rate for rate in marked_rates if rate is not None]
+    near = [factor for factor in factors if factor <= MAX_CURVE_FACTOR]
+    max_factor = max([CURVE_FACTOR, *(factor * MARK_MARGIN for factor in near)])
+    busiest = ordered_options(question, candidates, question.forecast.scaled(max_factor))
+    shown = [option for option in rows if option.kind == "as it is"]
+    shown += [option for option in _rows(busiest) if option.is_sure]
+    shown += [option for option in rows if option.is_sure]
+    points: dict[OptionKey, list[CurvePoint]] = {}
+    for point in range(1, CURVE_POINTS + 1):
+        forecast = question.forecast.scaled(max_factor * point / CURVE_POINTS)
+        for option in options_of(question, candidates, forecast):
+            if option.is_sure and option.dollars is not None:
                 point_on_curve = CurvePoint(forecast.peak_rate, option.dollars)
-                curves.setdefault(option.title, []).append(point_on_curve)
-    return curves
+                points.setdefault(option.key, []).append(point_on_curve)
+    drawn = {option.key: option for option in shown if option.key in points}
+    for key, option in list(drawn.items())[:MAX_CURVES]:
+        yield CostCurve(
+            option=option.title, kind=option.kind, terms=option.terms, points=points[key]
+        )
+
+
+def _not_counted(candidates: Sequence[Candidate], rows: Sequence[Option]) -> tuple[str, ...]:
+    """Return the costs of owned and bought machines that are shown and that nobody gave."""
+    bought = {option.machine_above or option.machine for option in rows if option.terms == "bought"}
+    owned = {option.machine for option in rows if option.kind == "as it is"}
+    phrases: list[str] = []
+    for candidate in candidates:
+        is_owned = candidate.owned > 0 and candidate.is_paid and candidate.name in owned
+        purchase = candidate.purchase if candidate.name in bought else None
+        if (is_owned or purchase is not None) and candidate.idle_watts is None:
+            # The power of a machine with a label is known only by device.
+            name = "your machine" if candidate.label else f"{candidate.name} (idle_watts)"
+            phrases.append(f"energy in the idle hours of {name}")
+        if purchase is not None and purchase.hosting_dollars_per_month is None:
+            phrases.append(f"hosting of {candidate.name} (hosting_dollars_per_month)")
+    return tuple(dict.fromkeys(phrases))
 
 
 def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iterator[str]:
@@ -449,7 +288,7 @@ def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iter
         if candidate.owned and not candidate.is_paid and not has_given_price:
             yield _unknown_price(candidate)
             break
-    choice = _choice(options)
+    choice = choice_of(options)
     for candidate in candidates:
         if choice is None or candidate.name in (choice.machine, choice.machine_above):
             if candidate.grade == "predicted" and not candidate.is_uncalibrated:

@@ -27,7 +27,7 @@ from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format, known_gpu_format
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
+from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads, trace_loads
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.faults import converted
@@ -35,6 +35,7 @@ from crossover.serving.placement.engines import usual_format
 from crossover.serving.toml_files import Table
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, lengths_in_words, notes_of
+from crossover.serving.workload.trace_file import load_trace
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 DEFAULT_FORMAT = "Q4_0"
@@ -64,16 +65,18 @@ class BadPlan(ReportError):
 
 
 class ForecastKeys(Table, frozen=True, kw_only=True):
-    """The rate: exactly one of peak_rate, mean_rate and users."""
+    """The rate: one of peak_rate, mean_rate and users, or none of them for that of the trace."""
 
     peak_rate: Positive | None = None
     mean_rate: Positive | None = None
     users: Positive | None = None
+    trace: str | None = None
     requests_per_user: Positive | None = None
     day: (
         Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]]
     ) = "flat"
     weekend: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    growth_percent_per_month: Annotated[float, Meta(gt=0, le=100)] | None = None
     arrivals: Constant | Poisson | Gamma = Poisson()
 
 
@@ -88,6 +91,19 @@ class MachineKeys(Table, frozen=True, kw_only=True):
     dollars_per_hour: Positive | None = None
     is_paid: bool | None = None
     watts: Positive | None = None
+    idle_watts: Positive | None = None
+    reserved_dollars_per_hour: Positive | None = None
+    spot_dollars_per_hour: Positive | None = None
+    purchase_dollars: Positive | None = None
+    hosting_dollars_per_month: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+
+
+class ApiKeys(Table, frozen=True, kw_only=True):
+    """The prices of an API that serves a comparable model."""
+
+    input: Positive
+    cached_input: Positive | None = None
+    output: Positive
 
 
 class PlanFile(Table, frozen=True, kw_only=True):
@@ -101,10 +117,14 @@ class PlanFile(Table, frozen=True, kw_only=True):
     workload: Workload | None = None
     slo: str | SloSpec | None = None
     spares: Annotated[int, Meta(ge=0)] = 0
-    machines: list[MachineKeys] = []
+    machines: Annotated[list[MachineKeys], Meta(max_length=100)] = []
     devices: list[str] | None = None
     prices: dict[str, Positive] = {}
     dollars_per_kwh: Annotated[float, Meta(ge=0, le=1e9)] = 0.15
+    pue: Annotated[float, Meta(ge=1, le=10)] = 1.0
+    years: Annotated[float, Meta(gt=0, le=20)] | None = None
+    residual_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    api: ApiKeys | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -124,6 +144,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The weight format on GPUs."""
         return known_gpu_format(self.keys.gpu_format)
 
+    @property
+    def dollars_per_kwh(self) -> float:
+        """Price of the energy of machines in $/kWh, with that of their building."""
+        return self.keys.dollars_per_kwh * self.keys.pue
+
 
 def read_question(
     raw: Mapping[str, Any], folder: Path = Path(), measured_spec: ModelSpec | None = None
@@ -138,7 +163,8 @@ def read_question(
     keys = converted(raw, PlanFile, BadPlan)
     if problems := list(_problems(keys)):
         raise BadPlan("; ".join(problems))
-    workload = keys.workload or Workload(preset="chat")
+    trace = keys.forecast.trace
+    workload = keys.workload or (Workload(preset="chat") if trace is None else Workload(file=trace))
     paths = {
         name: str(folder / value)
         for name in ("file", "replay")
@@ -161,7 +187,7 @@ def read_question(
         return Question(
             keys=keys,
             spec=spec,
-            forecast=_forecast(keys.forecast),
+            forecast=_forecast(keys.forecast, folder),
             slo=slo_of(keys.slo or "chat"),
             demand=demand,
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
@@ -193,9 +219,11 @@ def _problems(keys: PlanFile) -> Iterator[str]:
     forecast = keys.forecast
     rate_keys = ("peak_rate", "mean_rate", "users")
     given_keys = [name for name in rate_keys if getattr(forecast, name) is not None]
-    if len(given_keys) != 1:
+    if len(given_keys) > 1 or not (given_keys or forecast.trace is not None):
         given = " and ".join(given_keys) or "none"
         yield f"forecast: give one of {', '.join(rate_keys)}; got {given}"
+    if forecast.trace is not None and (forecast.day != "flat" or forecast.weekend != 1.0):
+        yield "forecast.trace has its own hours: leave out day and weekend"
     if (forecast.users is None) != (forecast.requests_per_user is None):
         yield "forecast.requests_per_user: users and requests_per_user must both be given"
     if isinstance(forecast.day, list) and not any(forecast.day):
@@ -215,12 +243,45 @@ def _problems(keys: PlanFile) -> Iterator[str]:
         if len(source_keys) != 1:
             given = " and ".join(source_keys) or "none"
             yield f"machines[{number}]: give one of run, file, device; got {given}"
+        yield from _price_problems(machine, keys.years, f"machines[{number}]")
+    is_anything_bought = any(machine.purchase_dollars is not None for machine in keys.machines)
+    if keys.residual_share and not is_anything_bought:
+        yield f"residual_share = {keys.residual_share:g} needs purchase_dollars in [[machines]]"
+    api = keys.api
+    if api is not None and api.cached_input is not None and api.cached_input > api.input:
+        yield (
+            f"api.cached_input = {api.cached_input:g} must be at most api.input = {api.input:g}: "
+            "cached tokens never cost more than others"
+        )
 
 
-def _forecast(keys: ForecastKeys) -> Forecast:
-    """Return the loads of a month. Exactly one of the keys for the rate is given."""
+def _price_problems(machine: MachineKeys, years: float | None, where: str) -> Iterator[str]:
+    """Yield what is missing or contradictory in the prices and the power of a machine."""
+    if machine.purchase_dollars is not None and years is None:
+        yield f"{where}.purchase_dollars needs years, the years of use, at the top of the file"
+    if machine.hosting_dollars_per_month is not None and machine.purchase_dollars is None:
+        yield f"{where}.hosting_dollars_per_month needs purchase_dollars"
+    if machine.idle_watts is not None and (machine.watts or 0.0) < machine.idle_watts:
+        watts = "which is missing" if machine.watts is None else f"{machine.watts:g}"
+        yield f"{where}.idle_watts = {machine.idle_watts:g} must be at most watts, {watts}"
+
+
+def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
+    """Return the loads of a month. One of the keys for the rate is given, or a trace. Raises
+    BadPlan."""
     mean_rate = keys.mean_rate
     if keys.users is not None and keys.requests_per_user is not None:
         mean_rate = keys.users * keys.requests_per_user / SECONDS_A_DAY
-    day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
-    return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))
+    if keys.trace is None:
+        day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
+        return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))
+    seconds = load_trace(str(folder / keys.trace)).seconds
+    if len(seconds) < 2 or not seconds[-1]:
+        raise BadPlan(
+            f"forecast.trace = {keys.trace!r} has no times of requests, so it has no rate. Use it "
+            "as the file of [workload], and give a rate"
+        )
+    forecast = Forecast(trace_loads(seconds))
+    if keys.peak_rate is not None:
+        return forecast.scaled(keys.peak_rate / forecast.peak_rate)
+    return forecast if mean_rate is None else forecast.scaled(mean_rate / forecast.mean_rate)

@@ -11,8 +11,12 @@ predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -20,12 +24,13 @@ import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.models import formatting
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import calibrated_machine
+from crossover.reports.devices.calibrated_machines import MeasuredMachine, machines_of_file
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -36,15 +41,16 @@ from crossover.reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
+from crossover.reports.plan.plan_options import Candidate, Purchase
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
 from crossover.serving.capacity.simulated_capacity import Z_90, sd_of
 from crossover.serving.capacity.slo import Slo
+from crossover.serving.hardware.machine_facts import allowed_cores
 
 
 def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
@@ -54,12 +60,15 @@ def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
     Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
     """
     tables = dict(raw)
+    forecast = tables.get("forecast")
+    has_trace = isinstance(forecast, dict) and "trace" in forecast
     for run in _runs_in(tables):
         data = _read_run(folder / run)
         cells = _cells_of(data, str(tables.get("model", "")))
         if not cells:
             continue
-        tables.setdefault("workload", msgspec.to_builtins(data.workload))
+        if not has_trace:  # a trace has lengths of its own
+            tables.setdefault("workload", msgspec.to_builtins(data.workload))
         if CPU in cells:
             tables.setdefault("format", cells[CPU].weight_format or None)
         slo: dict[str, object] = msgspec.to_builtins(data.slo)
@@ -107,22 +116,60 @@ def candidates_of(
         if names is None:
             listed_names = [device.name for device in priced_gpus()]
             names = list(dict.fromkeys([*listed_names, *your_prices]))
-        devices = [device_named(name) for name in names]
+        # A machine of the file that you do not have yet replaces the device of its name.
+        in_file = {
+            device_named(keys.device).name
+            for keys in machines
+            if keys.device is not None and not keys.owned
+        }
+        named = dict.fromkeys(device_named(name) for name in names)
+        devices = [device for device in named if device.name not in in_file]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
     candidates: list[Candidate] = []
     for number, keys in enumerate(machines):
-        report_progress(str(keys.run or keys.file or keys.device), number / machine_count)
+        report_progress(
+            Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
+        )
         candidates += _own_machine(question, keys, number)
-    for number, device in enumerate(devices, len(machines)):
-        report_progress(device.name, number / machine_count)
-        machine = machine_of(device)
-        if device.name in your_prices:
-            price = your_prices[device.name]
-            machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        candidates.append(_predicted_candidate(question, machine, question.gpu_format))
+    rented = partial(_catalog_candidate, question, your_prices)
+    with _processes(len(devices)) as map_in_processes:
+        simulated = iter(map_in_processes(rented, devices))
+        for number, device in enumerate(devices, len(machines)):
+            report_progress(device.name, number / machine_count)
+            candidates.append(next(simulated))
     return candidates
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[Callable[..., Iterable[Candidate]]]:
+    """Inside, a `map` that computes up to `count` values at a time, in processes of their own.
+
+    They are killed at the end, so that an interruption does not wait for them.
+    """
+    workers = min(count, len(allowed_cores()))
+    if workers < 2:
+        yield map
+        return
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads, which may hold locks. These processes compute
+        # and take none. Ctrl-C interrupts this process only, which then kills them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = get_context("fork").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with pool:
+        yield pool.imap
+
+
+def _catalog_candidate(
+    question: Question, your_prices: Mapping[str, float], device: Device
+) -> Candidate:
+    """Return a device of the catalog, at your price or its list price."""
+    machine = machine_of(device)
+    if device.name in your_prices:
+        price = your_prices[device.name]
+        machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
+    return _predicted_candidate(question, machine, question.gpu_format)
 
 
 def _prices_by_device(question: Question) -> dict[str, float]:
@@ -140,25 +187,64 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
         if keys.run is not None:
             candidates = _candidates_of_run(question, _report_of(question, keys.run), keys)
         elif keys.file is not None:
-            machine = calibrated_machine(question.folder / keys.file)
-            candidates = [_predicted_candidate(question, machine, question.weight_format)]
+            files = machines_of_file(question.folder / keys.file)
+            candidates = [_candidate_of_file(question, measured) for measured in files]
         else:
-            machine = machine_of(device_named(str(keys.device)))
-            candidates = [_predicted_candidate(question, machine, question.gpu_format)]
+            device = device_named(str(keys.device))
+            your_prices = _prices_by_device(question)
+            candidates = [_catalog_candidate(question, your_prices, device)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
     # The file's name and watts describe the machine, not one of its devices.
     is_whole_machine = len(candidates) == 1
     return [
         msgspec.structs.replace(
-            candidate,
+            _with_prices(question, keys, candidate, f"machines[{number}]"),
             device=(keys.name if is_whole_machine else None) or candidate.device,
             owned=keys.owned,
-            dollars_per_hour=keys.dollars_per_hour or candidate.dollars_per_hour,
-            watts=(keys.watts if is_whole_machine else None) or candidate.watts,
+            watts=_times(keys.watts if is_whole_machine else None, candidate) or candidate.watts,
+            idle_watts=_times(keys.idle_watts if is_whole_machine else None, candidate),
         )
         for candidate in candidates
     ]
+
+
+def _times(value: float | None, candidate: Candidate) -> float | None:
+    """Return what a candidate has or costs of which one of its devices has `value`."""
+    return None if value is None else value * candidate.devices
+
+
+def _with_prices(
+    question: Question, keys: MachineKeys, candidate: Candidate, where: str
+) -> Candidate:
+    """Return a candidate with the prices of its machine in the file. Raises BadPlan for a price
+    that contradicts its list price."""
+    rent = _times(keys.dollars_per_hour, candidate) or candidate.dollars_per_hour
+    reserved = _times(keys.reserved_dollars_per_hour, candidate)
+    spot = _times(keys.spot_dollars_per_hour, candidate)
+    for name, price in (("reserved", reserved), ("spot", spot)):
+        if price is not None and rent is not None and price >= rent:
+            raise BadPlan(
+                f"{where}.{name}_dollars_per_hour: {formatting.dollars_per_hour(price)} must be "
+                f"below the price by the hour, {formatting.dollars_per_hour(rent)}"
+            )
+    purchase = None
+    dollars = _times(keys.purchase_dollars, candidate)
+    if dollars is not None and question.keys.years is not None:
+        purchase = Purchase(
+            dollars=dollars,
+            years=question.keys.years,
+            residual_share=question.keys.residual_share,
+            hosting_dollars_per_month=_times(keys.hosting_dollars_per_month, candidate),
+        )
+    return msgspec.structs.replace(
+        candidate,
+        dollars_per_hour=rent,
+        price_date=candidate.price_date if keys.dollars_per_hour is None else "",
+        reserved_dollars_per_hour=reserved,
+        spot_dollars_per_hour=spot,
+        purchase=purchase,
+    )
 
 
 def _candidate(capacity: DeviceCapacity, price_date: str = "") -> Candidate:
@@ -178,6 +264,28 @@ def _predicted_candidate(question: Question, machine: Machine, weight_format: st
         if capacity.rate:
             return _candidate(capacity, machine.price_date)
     return _candidate(capacity_with(1), machine.price_date)
+
+
+def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:
+    """Return one device of a machine file: estimated with the best of the engines on which it
+    measured the model, else predicted from the models that it measured.
+
+    A plan that names no format for CPUs takes the formats that a CPU was measured in.
+    """
+    weight_format = question.weight_format if measured.device == CPU else question.gpu_format
+    is_any_format = measured.device == CPU and question.keys.format is None
+    of_model = [steps for steps in measured.models if steps.model.name == question.spec.name]
+    in_format = [steps for steps in of_model if steps.weight_format == weight_format]
+    estimated = [
+        _predicted_candidate(question, measured.serving(steps), steps.weight_format)
+        for steps in in_format or (of_model if is_any_format else [])
+    ]
+    if estimated:
+        return max(estimated, key=lambda candidate: candidate.rate or 0.0)
+    measured_formats = [steps.weight_format for steps in measured.models]
+    if is_any_format and weight_format not in measured_formats:
+        weight_format = measured_formats[0]
+    return _predicted_candidate(question, measured.machine, weight_format)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:

@@ -1,6 +1,7 @@
-"""A copy of a run without private data, for publishing (`crossover report --share`).
+"""What a run says without private data, for publishing (`crossover report --share`).
 
     export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan can read it
+    export_machine(Path("runs/ID"), Path("lab.json"))  # its step times; atlas and plan can read it
 
 The copy is made by an allowlist. It keeps times, counts, rates, sizes, states, step-time models,
 and the names of ladder models, weight formats, engines, the CPU and the GPUs. Everything else is
@@ -18,6 +19,9 @@ from typing import Any
 
 import msgspec
 
+from crossover.loadtests.campaign.machine_of_run import machine_of_run
+from crossover.loadtests.capacity.machine_file import write_machine_file
+from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.journal_events import FORMAT_VERSION, CellFinished, Event
 from crossover.loadtests.records.run_folder import (
     EVENTS,
@@ -143,6 +147,44 @@ def export_run(folder: Path, out: Path) -> list[str]:
         "left out: hosts, users, paths, addresses, commands, error texts, reasons, the campaign",
         f"texts in it: {', '.join(texts)}",
     ]
+
+
+def export_machine(folder: Path, out: Path) -> list[str]:
+    """Write the step times that the run in `folder` measured to `out`, a new machine file.
+
+    It has the models of the ladder only: names of others may be private, and their figures could
+    not be compared. Returns lines that say what the file contains. Raises ReportError if `out`
+    exists or cannot be written, or if nothing was measured.
+    """
+    if out.exists():
+        raise ReportError(f"--share {str(out)!r} exists already. Give a new file")
+    run = read_records(folder)
+    try:
+        file, left_out = machine_of_run(run)
+    except LoadError as problem:
+        raise ReportError(str(problem)) from problem
+    models = tuple(
+        steps for steps in file.models if find_ladder_model(steps.model.name) is not None
+    )
+    if not models:
+        raise ReportError(
+            f"The run {folder} has no step times of a ladder model, and a shared machine file has "
+            "no others. `crossover models` lists the ladder"
+        )
+    try:
+        write_machine_file(out, msgspec.structs.replace(file, models=models))
+    except OSError as problem:
+        raise ReportError(
+            f"--share {str(out)!r} cannot be written: {problem.strerror}"
+        ) from problem
+    measured = [f"{steps.model.name} {steps.weight_format} on {steps.backend}" for steps in models]
+    lines = [f"{out}: {file.name}, measured on {file.measured_on}: {', '.join(measured)}"]
+    lines += [f"left out: {reason}" for reason in left_out]
+    if len(models) < len(file.models):
+        lines.append(
+            f"left out: {len(file.models) - len(models)} models that the ladder does not have"
+        )
+    return lines
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -43,10 +43,6 @@ FACTS = {
 def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Section]) -> str:
     """Return the whole page as HTML."""
     lattice = lattice_of(answers, data)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"code": _code, "unbroken": _unbroken, "drawn": _drawn}
     view: dict[str, Any] = {
         "run": data.manifest.run_id,
         "screen": first_screen_of(data, answers),
@@ -62,13 +58,28 @@ def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Se
         "campaign": data.manifest.campaign_text,
         "confidence": formatting.share(data.slo.confidence),
     }
-    return environment.from_string(_asset("report.html")).render(
+    return rendered(
+        "report.html",
         page=view,
         sections=sections,
-        css=Markup(_asset("report.css") + dark_rules()),  # noqa: S704  # our own file
         js=Markup(_asset("report.js")),  # noqa: S704  # our own file
         lattice=Markup(_json(lattice)),  # noqa: S704  # `<` is escaped
     )
+
+
+def rendered(template: str, **values: object) -> str:
+    """Return a page: a Jinja template of assets/, filled with `values` and the style of all
+    pages."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"code": _code, "unbroken": _unbroken, "drawn": _drawn}
+    css = Markup(_asset("report.css") + dark_rules())  # noqa: S704  # our own file
+    return environment.get_template(template).render(css=css, **values)
 
 
 def _code(text: str) -> Markup:

@@ -1,39 +1,142 @@
-"""The chart of a plan: the cost of each option against the rate in the busiest hour."""
+"""The chart of a plan: dollars a month against requests a day, of each option and of the API.
+
+svg(cost_chart(plan), 640)
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from crossover.reports.chart_style import chart_of
-from crossover.reports.plan.plan_costs import Plan
+import altair as alt
+
+from crossover.reports.chart_style import (
+    INK,
+    MUTED,
+    PAPER,
+    Layer,
+    Row,
+    Spec,
+    chart_of,
+    layered,
+    series,
+)
+from crossover.reports.plan.plan_costs import CostCurve, Plan
+from crossover.reports.plan.plan_file import SECONDS_A_DAY
+from crossover.reports.render.plan_text import your_machine
+
+HEIGHT = 320  # pixels
+# The axis of dollars ends at so many times the cost of the cheapest option at the highest rate.
+# What costs more is cut off.
+COST_MARGIN = 2.5
+API = "API"
+LABEL_PIXELS = 15  # from the label of a vertical line down to that of the next one
+LONG_NAME = 28  # characters: such names have a line of the legend each
+Curve = list[tuple[float, float]]  # requests a day, dollars a month
 
 
-def cost_chart(plan: Plan, width: int = 640, height: int = 320) -> Any:
-    """Return an altair chart with a step curve for each of the plan's first four rows.
+def cost_chart(plan: Plan) -> Spec:
+    """Return a chart with a line for each cost curve of the plan, whose steps are further machines,
+    and the straight line of the API.
 
-    A dashed vertical line marks the forecast. `width` and `height` are in pixels.
+    Dots mark where options begin to cost less than the API. Vertical lines mark the forecast and,
+    if it grows, the months in which more is needed.
     """
-    import altair as alt
-
-    rows = [
-        {"rate": point.peak_rate, "dollars": point.dollars, "option": title}
-        for title, curve in plan.cost_curves.items()
-        for point in curve
-    ]
-    curves = (
-        chart_of(rows)
-        .mark_line(interpolate="step-after", strokeWidth=2)
-        .encode(
-            x=alt.X(
-                "rate:Q",
-                scale=alt.Scale(type="log", nice=False),
-                title="requests/s in the busiest hour",
-            ),
-            y=alt.Y("dollars:Q", title="$ a month"),
-            color=alt.Color(
-                "option:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=0)
-            ),
-        )
+    curves: dict[str, Curve] = {
+        _name(plan, curve): [
+            (plan.requests_a_day(point.peak_rate), point.dollars) for point in curve.points
+        ]
+        for curve in plan.cost_curves
+    }
+    max_day = max((day for curve in curves.values() for day, _ in curve), default=1.0)
+    colors = series(list(curves))
+    if plan.api is not None:
+        dollars = plan.api.dollars_per_month(max_day / SECONDS_A_DAY)
+        curves[API] = [(0.0, 0.0), (max_day, dollars)]
+        colors[API] = INK
+    ends = [curve[-1] for curve in curves.values()]
+    cheapest = min((dollars for day, dollars in ends if day == max_day), default=1.0)
+    x = alt.X(
+        "day:Q",
+        title="requests on a mean day",
+        scale=alt.Scale(domain=[0, max_day], nice=False),
+        axis=alt.Axis(format=",.3~r", tickCount=5),
     )
-    forecast = chart_of([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
-    return (curves + forecast).properties(width=width, height=height)
+    y = alt.Y(
+        "dollars:Q",
+        title="$ a month",
+        scale=alt.Scale(domain=[0, cheapest * COST_MARGIN]),
+        axis=alt.Axis(format="$,.3~r", tickCount=6),
+    )
+    columns = 1 if max(map(len, curves)) > LONG_NAME else 2
+    color = alt.Color(
+        "option:N",
+        scale=alt.Scale(domain=list(colors), range=list(colors.values())),
+        legend=alt.Legend(orient="top", columns=columns, labelLimit=0),
+    )
+    rows = [
+        {"day": day, "dollars": dollars, "option": name}
+        for name, curve in curves.items()
+        for day, dollars in curve
+    ]
+    dash = alt.condition(alt.datum.option == API, alt.value([6, 3]), alt.value([1, 0]))
+    lines = chart_of(rows).mark_line(strokeWidth=2, clip=True)
+    layers: list[Layer] = [lines.encode(x=x, y=y, color=color, strokeDash=dash)]
+    dots = list(_break_evens(plan, max_day))
+    if dots:
+        mark = {"size": 50, "filled": True, "fill": PAPER, "stroke": INK, "strokeWidth": 1.5}
+        layers.append(chart_of(dots).mark_point(**mark, clip=True).encode(x=x, y=y))
+    for number, (day, text) in enumerate(_lines(plan).items()):
+        if day <= max_day:
+            layers += _labeled_line(day, text, x, number * LABEL_PIXELS)
+    return layered(layers, height=HEIGHT)
+
+
+def _name(plan: Plan, curve: CostCurve) -> str:
+    """Return the name of a curve. Where machines can also be bought or reserved, it says which are
+    rented by the hour."""
+    title = curve.option
+    if curve.kind != "rented":
+        (machine, *_) = sorted({one.machine for one in plan.options if one.kind == "as it is"})
+        title = title.replace(machine, your_machine(plan, machine), 1)
+    has_other_terms = any(other.terms not in (None, "by the hour") for other in plan.cost_curves)
+    is_hourly = has_other_terms and curve.terms == "by the hour"
+    return f"{title}, by the hour" if is_hourly else title
+
+
+def _break_evens(plan: Plan, max_day: float) -> Iterator[Row]:
+    """Yield the points of the chart at which an option begins to cost less than the API."""
+    for even in plan.break_evens:
+        if plan.api is not None and even.rate:
+            day = plan.requests_a_day(even.rate)
+            if day <= max_day:
+                mean_rate = even.rate * plan.mean_rate / plan.peak_rate
+                yield {"day": day, "dollars": plan.api.dollars_per_month(mean_rate)}
+
+
+def _lines(plan: Plan) -> dict[float, str]:
+    """Return the requests a day of each vertical line -> its label."""
+    lines = {plan.requests_a_day(plan.peak_rate): "forecast"}
+    for milestone in plan.growth.milestones if plan.growth is not None else ():
+        if not milestone.month or milestone.rate is None:
+            continue
+        day = plan.requests_a_day(milestone.rate)
+        event = "one more machine"
+        if milestone.kind == "no longer enough":
+            event = f"{your_machine(plan, milestone.machine)} is not enough"
+        lines[day] = (
+            f"{lines[day]}, {event}" if day in lines else f"month {milestone.month}: {event}"
+        )
+    return lines
+
+
+def _labeled_line(day: float, label: str, x: alt.X, top: int) -> list[Layer]:
+    """Return a vertical line with its label right of it, `top` pixels below its upper end."""
+    line = chart_of([{"day": day, "label": label}])
+    mark = {"align": "left", "baseline": "top", "dx": 4, "dy": top, "fontSize": 11}
+    halo = {"stroke": PAPER, "strokeWidth": 4, "fill": PAPER}  # what is behind the label
+    position = {"x": x, "y": alt.value(0), "text": "label:N"}
+    return [
+        line.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x),
+        line.mark_text(**mark, **halo).encode(**position),
+        line.mark_text(color=MUTED, **mark).encode(**position),
+    ]

@@ -1,5 +1,5 @@
-"""A plan as text: the choice as a sentence, a table of at most six options, and the rates at which
-the choice changes.
+"""A plan as text: the choice as a sentence, a table of options, and the rates at which the choice
+changes.
 
 print(as_text(plan, columns=100))
 """
@@ -15,7 +15,11 @@ from crossover.models import formatting
 from crossover.models.tables import Column, Table, table_of, terminal_table
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
-from crossover.reports.plan.plan_costs import Option, Plan
+from crossover.reports.plan.break_even import BreakEven
+from crossover.reports.plan.buy_or_rent import BuyOrRent
+from crossover.reports.plan.later_months import MAX_MONTHS, Milestone
+from crossover.reports.plan.plan_costs import Plan
+from crossover.reports.plan.plan_options import Option
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
@@ -32,24 +36,222 @@ def as_text(plan: Plan, columns: int = 100) -> str:
     with console.capture() as output:
         console.print(choice_sentence(plan))
         console.print()
-        console.print(terminal_table(_options(plan)))
+        console.print(terminal_table(options_table(plan)))
         console.print()
-        sentences = [*_bindings(plan), *_changes(plan), *_unknown(plan)]
-        sentences += [*_notes(plan), "", *_explanations(plan)]
-        for sentence in sentences:
+        if (table := comparison_table(plan)) is not None:
+            console.print(terminal_table(table))
+            console.print()
+        for sentence in [*sentences(plan), "", *explanations(plan)]:
             console.print(sentence)
     return output.get().rstrip()
 
 
+def sentences(plan: Plan) -> Iterator[str]:
+    """Yield what a reader should know beside the tables, the most important first."""
+    yield from _api(plan)
+    yield from _purchase(plan)
+    yield from _growth(plan)
+    yield from _bindings(plan)
+    yield from _changes(plan)
+    yield from _unknown(plan)
+    yield from _notes(plan)
+
+
+def comparison_table(plan: Plan) -> Table | None:
+    """Return a row for each option, and one for the API: from which rate on it costs less than the
+    API, and what it costs over the years of the plan; None: the plan has neither."""
+    evens = {even.option: even for even in plan.break_evens}
+    columns: list[Column[Option | None]] = [
+        Column("option", "text", lambda option: "  " + (_title(plan, option) if option else "API"))
+    ]
+    if plan.api is not None:
+        columns += [
+            Column(
+                "less than the API from",
+                "text",
+                lambda option: _break_even_words(plan, evens.get(option.title)) if option else "",
+                missing="-",
+            ),
+            Column(
+                "busy then",
+                "share",
+                lambda option: _utilization(evens.get(option.title)) if option else None,
+                missing="",
+            ),
+        ]
+    if plan.years is not None:
+        columns.append(
+            Column(
+                f"{plan.years:g} years",
+                "number",
+                lambda option: _total_words(plan.totals.get(option.title if option else "API")),
+                missing="-",
+            )
+        )
+    if len(columns) == 1:
+        return None
+    rows: list[Option | None] = [*plan.rows, *([None] if plan.api is not None else [])]
+    return table_of(rows, *columns)
+
+
+def _a_day(plan: Plan, peak_rate: float) -> str:
+    """Return a rate of the busiest hour as the requests of a mean day: 64,000."""
+    return formatting.significant(plan.requests_a_day(peak_rate), 2, whole=False)
+
+
+def _break_even_words(plan: Plan, even: BreakEven | None) -> str | None:
+    """Return the rates at which an option costs less than the API: `64,000 a day (41,000–90,000)`;
+    None: its cost is not known."""
+    if even is None:
+        return None
+    if even.rate is None:
+        return "never" if even.low is None else f"never, or {_a_day(plan, even.low)} a day"
+    start, end = even.ranges[0][0], even.ranges[-1][1]
+    until = "" if end is None else f" to {_a_day(plan, end)}"
+    if start == 0.0:
+        return "the first request" + (f"{until} a day" if until else "")
+    words = f"{_a_day(plan, start)}{until} a day"
+    low = _a_day(plan, start if even.low is None else even.low)
+    high = "never" if even.high is None else _a_day(plan, even.high)
+    return words if low == high else f"{words} ({low}–{high})"
+
+
+def _utilization(even: BreakEven | None) -> float | None:
+    return None if even is None else even.utilization
+
+
+def _total_words(dollars: float | None) -> str | None:
+    return None if dollars is None else f"${dollars:,.0f}"
+
+
+def _api(plan: Plan) -> Iterator[str]:
+    """Yield what the API costs, and where it costs less again than an option at a lower rate."""
+    api = plan.api
+    if api is None:
+        return
+    cached = "" if api.cached_input is None else f"{_price(api.cached_input)} cached, "
+    prices = f"{_price(api.input)} in, {cached}{_price(api.output)} out per million tokens"
+    dollars = api.dollars_per_month(plan.mean_rate)
+    beside = ""
+    if plan.choice is not None and plan.choice.dollars is not None:
+        difference = dollars - plan.choice.dollars
+        side = "more" if difference > 0 else "less"
+        beside = f", ${abs(difference):,.0f} {side} than the choice"
+    yield (
+        f"The API ({prices}) costs ${dollars:,.0f} a month for this load{beside}: "
+        f"${api.dollars_per_request * 1000:.2g} for 1,000 requests. Nobody measured whether it "
+        "meets the SLO."
+    )
+    titles = {option.title: _title(plan, option) for option in plan.rows}
+    for even in plan.break_evens:
+        if len(even.ranges) > 1:
+            (_, end), *_, (again, _) = even.ranges
+            assert end is not None
+            yield (
+                f"{titles[even.option]}: from {_a_day(plan, end)} requests a day on, where a "
+                "further machine is needed, the API can cost less again, up to "
+                f"{_a_day(plan, again)}."
+            )
+
+
+def _price(dollars: float) -> str:
+    """Return a price per million tokens: $0.60, $0.075."""
+    return f"${dollars:.2f}" if round(dollars, 2) == dollars else f"${dollars:g}"
+
+
+def _purchase(plan: Plan) -> Iterator[str]:
+    """Yield whether buying or renting costs less, and the assumption on which that hangs most."""
+    answer = plan.purchase
+    if answer is None:
+        return
+    dollars = {answer.bought: answer.bought_dollars, answer.rented: answer.rented_dollars}
+    cheap, dear = sorted(dollars, key=lambda title: dollars[title])
+    verb, other = ("Buying", "renting") if answer.is_buying_cheaper else ("Renting", "buying")
+    terms = {option.title: option.terms for option in plan.options}
+    names = {
+        title: f"{title}, by the hour" if terms[title] == "by the hour" else title
+        for title in dollars
+    }
+    yield (
+        f"{verb} costs less than {other}: ${dollars[cheap]:,.0f} a month ({names[cheap]}), not "
+        f"${dollars[dear]:,.0f} ({names[dear]}). {_assumption_words(answer, other)}"
+    )
+
+
+def _assumption_words(answer: BuyOrRent, other: str) -> str:
+    """Return what turns the answer, as a sentence."""
+    value, threshold = answer.value, answer.threshold
+    if answer.assumption is None or value is None or threshold is None:
+        return "No single assumption turns this, not even if it is wrong by a factor of 10."
+    side = "less than" if threshold < value else "more than"
+
+    def words(number: float) -> str:
+        match answer.assumption:
+            case "hours" | "residual_share":
+                return formatting.share(number, 2)
+            case "years":
+                return f"{formatting.significant(number)} years"
+            case "dollars_per_kwh":
+                return f"${number:.2g}/kWh"
+        return f"${number:,.0f} a month"
+
+    conditions = {
+        "hours": f"the machines are needed in {side} {words(threshold)} of the hours",
+        "years": f"the machines are used for {side} {words(threshold)}",
+        "residual_share": f"the machines are worth {side} {words(threshold)} of their price then",
+        "dollars_per_kwh": f"energy costs {side} {words(threshold)}",
+        "hosting": f"hosting costs {side} {words(threshold)}",
+    }
+    condition = conditions[answer.assumption]
+    return f"This hangs most on one assumption: if {condition} (here {words(value)}), {other} wins."
+
+
+def _growth(plan: Plan) -> Iterator[str]:
+    """Yield in which months a growing load needs more."""
+    growth = plan.growth
+    if growth is None:
+        return
+    for number, milestone in enumerate(growth.milestones):
+        clause = _milestone_clause(plan, milestone)
+        if number:
+            yield f"{clause[:1].upper()}{clause[1:]}."
+        else:
+            yield f"At {growth.percent_per_month:g} % more requests a month, {clause}."
+
+
+def _milestone_clause(plan: Plan, milestone: Milestone) -> str:
+    """Return what a milestone is, as a clause."""
+    month, machine, option = milestone.month, milestone.machine, milestone.option
+    rate = formatting.of_requests(formatting.rate(milestone.rate, like=plan.peak_rate))
+    if milestone.kind == "further machine":
+        if month is None or option is None:
+            return f"no further machine is needed within {MAX_MONTHS} months"
+        cost = f"{option.machines} machines, {_cost(option, with_spread=False)} a month"
+        title = _title(plan, option)
+        return f"a further machine is needed in month {month}, at {rate}: {title} ({cost})"
+    if machine in {option.machine for option in plan.options if option.kind == "as it is"}:
+        machine = your_machine(plan, machine)
+    if month is None:
+        return f"{machine} is enough for {MAX_MONTHS} months and more"
+    if month == 0:
+        return f"{machine} is not enough today"
+    best = milestone.month_at_best
+    at_best = "" if best is None or best <= month else f" (at best from month {best} on)"
+    return f"{machine} is no longer enough from month {month} on, at {rate}{at_best}"
+
+
 def _title(plan: Plan, option: Option) -> str:
     """Return the title of an option: `your machine as it is`, by name if you have several."""
-    your_machines = {other.machine for other in plan.options if other.kind != "rented"}
-    if len(your_machines) > 1 or option.label:
-        return option.title
-    return option.title_with("your machine")
+    return option.title if option.label else option.title_with(your_machine(plan, option.machine))
 
 
-def _options(plan: Plan) -> Table:
+def your_machine(plan: Plan, name: str) -> str:
+    """Return the name of one of your machines: "your machine" if you have no other."""
+    your_machines = {option.machine for option in plan.options if option.kind != "rented"}
+    return name if len(your_machines) > 1 else "your machine"
+
+
+def options_table(plan: Plan) -> Table:
     """Return a row for each option; a star marks the choice."""
     return table_of(
         plan.rows,
@@ -103,12 +305,22 @@ def choice_sentence(plan: Plan) -> str:
     your_machine = f"Your machine ({choice.machine})"
     if choice.label:
         your_machine = f"{choice.label[:1].upper()}{choice.label[1:]} ({choice.machine})"
+    how = {
+        "by the hour": "rented by the hour",
+        "reserved": "reserved for all hours",
+        "spot": "rented on the spot market",
+        "bought": "bought",
+        None: "",
+    }[choice.terms]
+    above_how = f"{how} for the load above its capacity"
+    if choice.terms == "by the hour":
+        above_how = "rented in the hours that exceed its capacity"
     subjects = {
         "as it is": your_machine if choice.label else f"{your_machine} as it is",
-        "more of it": f"{count} machines like yours ({choice.machine})",
+        "more of it": f"{count} machines like yours ({choice.machine}), {how},",
         "it and rented": f"{your_machine}, with {max(1, count - 1)} x {choice.machine_above} "
-        "rented in the hours that exceed its capacity,",
-        "rented": f"{rented_machines}, rented by the hour,",
+        f"{above_how},",
+        "rented": f"{rented_machines}, {how},",
     }
     verb = "serve" if choice.kind != "it and rented" and count > 1 else "serves"
     cost = f"{_cost(choice, with_spread=False)} a month, {choice.grade}"
@@ -152,7 +364,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"{', '.join(machines)}: {note}."
 
 
-def _explanations(plan: Plan) -> Iterator[str]:
+def explanations(plan: Plan) -> Iterator[str]:
     """Yield what the words and numbers of the table mean."""
     formats = f"{plan.weight_format} on CPUs, {plan.gpu_format} on GPUs that were not measured"
     yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}. Weights: {formats}."
@@ -164,9 +376,47 @@ def _explanations(plan: Plan) -> Iterator[str]:
     at_best = ""
     if any("at best" in _cost(option) for option in plan.rows):
         at_best = "; at best: if each rented machine reaches the high end of its interval"
+    idle = ""
+    if any(option.terms == "bought" or option.kind == "as it is" for option in plan.rows):
+        idle = "; machines that you own or buy also while idle, if their idle_watts are given"
     yield (
         "Machines: in the busiest hour. Cost: for enough machines with 90 % confidence, rented in "
-        f"the hours that need them{at_best}. Energy: while they compute."
+        f"the hours that need them{at_best}. Energy: while they compute{idle}."
     )
+    yield from _cost_explanations(plan)
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."
+
+
+def _cost_explanations(plan: Plan) -> Iterator[str]:
+    """Yield what the costs of an API and of machines that are reserved, bought or yours contain."""
+    api = plan.api
+    if api is not None:
+        yield (
+            "Less than the API from: requests on a mean day, in brackets from the high end of the "
+            "capacity to its low end. Busy then: the share of the time that the machines work at "
+            "that rate."
+        )
+    if api is not None and api.cached_tokens:
+        tokens = f"{api.cached_tokens:.0f} of the {api.prompt_tokens:.0f} prompt tokens"
+        price = "cached input" if api.cached_input is not None else "input: none is cached"
+        yield f"API: on average {tokens} were sent before, and cost the price of {price}."
+    terms = {option.terms for option in plan.rows}
+    if "reserved" in terms:
+        yield "Reserved: for all hours of the month."
+    if "bought" in terms and plan.years is not None:
+        residual = ""
+        if plan.residual_share:
+            residual = f", less {formatting.share(plan.residual_share, 2)} residual value"
+        yield (
+            f"Bought: the price{residual}, spread over {plan.years:g} years, with hosting and "
+            f"energy at ${plan.dollars_per_kwh:g}/kWh{_pue_words(plan)}."
+        )
+    elif plan.pue > 1:
+        yield f"Energy of your machines: ${plan.dollars_per_kwh:g}/kWh{_pue_words(plan)}."
+    if plan.not_counted:
+        yield f"Not counted: {'; '.join(plan.not_counted)}."
+
+
+def _pue_words(plan: Plan) -> str:
+    return f" times {plan.pue:g} (PUE)" if plan.pue > 1 else ""

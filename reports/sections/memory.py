@@ -19,6 +19,7 @@ PARTS = {
     "recurrent state": "#009e73",
     "buffers": "#e69f00",
     "overhead": "#c3ccd5",
+    "prompt cache": "#cc79a7",
 }
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # memory of GPUs on the market
 MIN_HBM_CARD_GIB = 80  # larger cards have HBM, smaller ones GDDR

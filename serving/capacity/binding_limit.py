@@ -9,7 +9,9 @@ rows, context, or the fixed cost of each step, which on a CPU is mostly reading 
 memory. The shares of the engine's busy time, by the step-time model, explain it. Slots or KV memory
 bind if most requests that missed the SLO had waited for them, and if the best number of slots
 (slot_count.py), or twice the memory, would raise the capacity about as much as the halved cost
-would: they take precedence, because they are settings.
+would: they take precedence, because they are settings. So does the room for the histories of
+conversations, if a tenth of all prompt tokens are computed again because their KV was lost, and if
+room for all of them would raise the capacity about as much.
 Other processes that took a tenth of the engine's time take precedence over all of these, if single
 requests would meet the SLO without them.
 """
@@ -40,6 +42,7 @@ LimitKind = Literal[
     "context",
     "slots",
     "kv_memory",
+    "histories",
     "other_processes",
 ]
 LIFTED_COST = 0.5  # factor of a cost, to simulate the capacity without that limit
@@ -49,6 +52,10 @@ MORE = 2  # factor of the KV memory, to simulate the capacity without that limit
 # had waited for them.
 AS_GOOD = 0.9
 MIN_WAITED = 0.5
+MIN_LOST = 0.1  # histories bind only if this share of all prompt tokens is computed again
+# The seconds to copy the KV of a token to or from a prompt cache, as a share of those to compute
+# it, where they were not measured: the largest share of any model (135M in int8).
+COPY_SHARE = 1 / 50
 MIN_TAKEN, MAX_TAKEN = 0.1, 0.9  # of the engine's time, by other processes
 # The costs that may be halved, and the coefficients of the step-time model that belong to each.
 COSTS: dict[LimitKind, tuple[str, ...]] = {
@@ -67,6 +74,7 @@ KIND_WORDS: dict[LimitKind, str] = {
     "context": "attention over the context",
     "slots": "the number of slots",
     "kv_memory": "KV memory",
+    "histories": "room for the histories of conversations",
     "other_processes": "other processes",
 }
 INT8_ENGINE = "an engine that computes in int8 if this one does not"
@@ -79,6 +87,7 @@ REMEDIES: dict[LimitKind, str] = {
     "context": "shorter contexts, a KV cache in 8 bits, or memory with more bandwidth",
     "slots": "more slots",
     "kv_memory": "a larger KV cache, or one in 8 bits",
+    "histories": "more slots, or a larger prompt cache",
     "other_processes": "ending them, or keeping them from the engine's cores",
 }
 COST_WORDS: dict[LimitKind, str] = {
@@ -92,6 +101,7 @@ GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores 
     "unloaded_prompt": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
     "prompts": "shorter prompts, reuse of prefixes, or a faster GPU",
     "rows": "a smaller model, or a faster GPU",
+    "histories": "more slots with a larger KV cache",
 }
 
 
@@ -116,10 +126,14 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
     missed_limit_share: float | None = None
     # The share of the requests that miss the SLO that had waited for a slot or for KV memory.
     waited_share: float | None = None
+    # The share of all prompt tokens that are computed again because their KV was lost.
+    lost_share: float | None = None
     taken_share: float | None = None  # the share of the engine's time that other processes took
-    # The capacity with the binding cost halved, or with twice the slots or KV memory, requests/s.
+    # The capacity with the binding cost halved, or with twice the slots or KV memory, or with room
+    # for all histories, requests/s.
     lifted_rate: float | None = None
-    lifted_to: int | None = None  # the slots, or tokens of KV memory, of that simulation
+    # The slots, or tokens of KV memory or of histories, of that simulation.
+    lifted_to: int | None = None
     is_on_gpu: bool = False  # a GPU serves, for which other remedies help
     # How its server is told the slots, with "{slots}" for their number: "--slots {slots}"; "": not
     # known.
@@ -177,6 +191,22 @@ def binding_limit(
                 waited_share=setting.waited_share,
                 lifted_rate=rate * gain,
                 lifted_to=setting.amount,
+            )
+    lost_share = _lost_share(server, simulated)
+    if lost_share >= MIN_LOST:
+        settings = _with_all_histories(server)
+        histories_gain = gains.with_settings(settings)
+        if histories_gain >= max(MIN_GAIN, AS_GOOD * gain):
+            lifted_rate = rate * histories_gain
+            binding = msgspec.structs.replace(
+                binding,
+                kind="histories",
+                lost_share=lost_share,
+                waited_share=None,
+                lifted_rate=lifted_rate,
+                lifted_to=_history_tokens(
+                    server.changed(None, settings, count=REQUESTS), lifted_rate
+                ),
             )
     return binding
 
@@ -261,6 +291,35 @@ def _larger_settings(
         yield _LargerSetting("kv_memory", kv_share, gains.with_settings(larger), kv_tokens)
 
 
+def _with_all_histories(server: Server) -> SchedulerSettings:
+    """Return the server's settings with a prompt cache that never drops a history."""
+    settings, lengths = server.settings, server.lengths
+    copy_seconds = COPY_SHARE * server.step_times.prompt_token_seconds
+    return msgspec.structs.replace(
+        settings,
+        stored_tokens=int((lengths.prompt + lengths.output).sum()),
+        copy_token_seconds=settings.copy_token_seconds or copy_seconds,
+    )
+
+
+def _history_tokens(server: Server, rate: float) -> int:
+    """Return the tokens in the histories of the users who are there at this rate, rounded to two
+    digits."""
+    tokens = (server.users(rate) or 0.0) * float(
+        (server.lengths.prompt + server.lengths.output).mean()
+    )
+    return int(float(f"{tokens:.1e}"))
+
+
+def _lost_share(server: Server, simulated: Simulated) -> float:
+    """Return the share of all prompt tokens that the server computes again because another
+    conversation took the place of their KV, 0..1."""
+    if server.lengths.turns is None:
+        return 0.0
+    lost_tokens = server.max_cached().mean() - np.nanmean(simulated.cached)
+    return max(0.0, float(lost_tokens / server.lengths.prompt.mean()))
+
+
 def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
     """Return how the busy time of a simulation divides, by its step-time model."""
     work = simulated.work
@@ -333,6 +392,13 @@ def sentence_of(binding: BindingLimit) -> str:
             f"{subject} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
             f"had to wait for {waited_for}. {binding.lifted_to:,} {unit} would raise the capacity"
             f"{_rise(binding)}.{how}"
+        )
+    if binding.kind == "histories":
+        return (
+            f"{subject} binds: {_percent(binding.lost_share)} of all prompt tokens are computed "
+            "again, because the histories that they belong to do not fit. Room for about "
+            f"{binding.lifted_to:,} tokens of them would raise the capacity{_rise(binding)}. "
+            f"What helps: {remedy}."
         )
     if binding.kind == "other_processes":
         rise = _rise(binding)

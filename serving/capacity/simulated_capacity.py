@@ -257,6 +257,11 @@ class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         reuse = msgspec.structs.replace(self.reuse or PrefixReuse(), kind="none")
         return msgspec.structs.replace(self, reuse=reuse)
 
+    def without_prompt_cache(self) -> ServerModel:
+        """Return a server that keeps histories only in its slots."""
+        settings = msgspec.structs.replace(self.settings, stored_tokens=0)
+        return msgspec.structs.replace(self, settings=settings)
+
     def lengths(self, workload: Workload, n: int, seed: int) -> Lengths:
         """Draw n requests of a workload, with what this server finds of them in its cache."""
         return lengths_of(
@@ -338,6 +343,24 @@ class Server:
                 return max(1.0, math.log(rate / slower_rate) / math.log(slower))
         return MAX_STEEPNESS  # a little slower, and single requests miss the SLO
 
+    def rate_if_slower(self, slo: Slo, factor: float) -> float:
+        """Return the rate at which attainment would equal the target if all steps took `factor`
+        times as long; 0.0: the SLO would be missed unloaded.
+
+        Where nothing but steps and arrivals takes time, the slower server at a rate lower by the
+        factor is this one in slow motion, so that the simulations of this one serve every factor.
+        """
+        is_scalable = self.lengths.turns is None and self.settings.step_seconds_target is None
+        if not is_scalable:
+            slower = self.changed(self.step_times.slower(factor), count=self.count)
+            return slower.crossing(slo) if slower.meets_unloaded(slo) else 0.0
+        slo = slo.tighter(factor, self.step_times.request_seconds or 0.0)
+        return self.crossing(slo) / factor if self.meets_unloaded(slo) else 0.0
+
+    def meets_unloaded(self, slo: Slo) -> bool:
+        """Return whether enough requests meet the SLO with one request at a time."""
+        return bool(slo.met_by(self.unloaded()).mean() >= slo.target)
+
     def changed(
         self,
         step_times: StepTimeModel | None = None,
@@ -360,7 +383,7 @@ class Server:
         Conversations come one after the other, so that a slot holds the whole history.
         """
         step_times, lengths = self.step_times, self.lengths
-        cached = np.maximum(self._max_cached(), lengths.cached)
+        cached = np.maximum(self.max_cached(), lengths.cached)
         computed = np.maximum(lengths.prompt - cached, 1)
         steps = np.ceil(computed / self.settings.step_tokens)
         ttft = step_times.prompt_token_seconds * computed
@@ -456,18 +479,19 @@ class Server:
         think_seconds = float(np.where(turns.number > 0, turns.think_seconds, 0.0).mean())
         return rate * (float(self.play(rate).e2e.mean()) + think_seconds)
 
+    @cached_property
     def saturated_rate(self) -> float:
         """Return the requests/s that it answers with an endless queue. For conversations this is an
         upper bound: each turn finds its whole history in a slot."""
         count, server = min(QUICK_REQUESTS, self.count), self
         if self.lengths.turns is not None:
-            lengths = msgspec.structs.replace(self.lengths, cached=self._max_cached(), turns=None)
+            lengths = msgspec.structs.replace(self.lengths, cached=self.max_cached(), turns=None)
             server = Server(self.step_times, self.settings, lengths, self.arrivals, count=count)
         simulated = server.simulate_due(np.zeros(count))
         first, last = np.quantile(simulated.ttft, (0.25, 0.75))  # requests start as others end
         return len(simulated.due) / 2 / max(float(last - first), 1e-9)
 
-    def _max_cached(self) -> Whole:
+    def max_cached(self) -> Whole:
         """Return the tokens of each prompt that are reused if the server evicts nothing."""
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None or turns.reuse == "none":
@@ -486,7 +510,7 @@ class Server:
         `below`: a rate at which it is known to be lower.
         """
         if below is None:
-            low = self.saturated_rate()
+            low = self.saturated_rate
             high = low * OVERLOAD
             if self.meets(high, slo):
                 return low

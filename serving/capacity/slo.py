@@ -116,9 +116,17 @@ class Slo(Limits, frozen=True, forbid_unknown_fields=True):
             self, **{f"{name}_seconds": limit for name, limit in limits.items()}
         )
 
-    def tighter(self, factor: float) -> Slo:
-        """Return the SLO with all limits divided by a factor."""
-        return self.with_limits(**{name: limit / factor for name, limit in self.limits.items()})
+    def tighter(self, factor: float, fixed_seconds: float = 0.0) -> Slo:
+        """Return the SLO with all limits divided by a factor. `fixed_seconds`: the part of every
+        time but the TPOT to which the factor does not apply."""
+
+        def tighter_limit(name: str, limit: float) -> float:
+            fixed = 0.0 if name == "tpot" else fixed_seconds
+            return max((limit - fixed) / factor + fixed, 1e-9)
+
+        return self.with_limits(
+            **{name: tighter_limit(name, limit) for name, limit in self.limits.items()}
+        )
 
     def met_limits(self, times: Times) -> dict[str, Flags]:
         """Return which requests meet each of the limits, by the short name of the time."""

@@ -18,7 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class StoredSequences(Generic[Key]):
-    """Stored sequences of at most `capacity` together, in the unit of their sizes."""
+    """Stored sequences of at most `capacity` together, in the unit of their sizes. It may grow."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

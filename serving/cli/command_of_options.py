@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import typer
@@ -22,12 +22,14 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
     It calls `run` with the struct; the exit status is what `run` returns.
     """
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    dict_fields = [name for name in fields if get_origin(unbounded(fields[name].type)) is dict]
+    dict_types = {name: unbounded(field.type) for name, field in fields.items()}
+    dict_types = {name: kind for name, kind in dict_types.items() if get_origin(kind) is dict}
     flags = flags_of(kind)
 
     def command(**values: Any) -> None:
-        for name in dict_fields:
-            values[name] = parse_options(values[name] or (), flags[name])
+        for name, dict_type in dict_types.items():
+            are_texts = get_args(dict_type)[1] is str
+            values[name] = parse_options(values[name] or (), flags[name], are_texts=are_texts)
         set_values = {name: value for name, value in values.items() if value is not None}
         options = converted(set_values, kind, ServingError, name_of=flags.__getitem__)
         raise typer.Exit(run(options) or 0)
@@ -67,16 +69,23 @@ def _literal(text: str) -> str:
     return re.sub(r"\[(?=[a-z#/@])", r"\\[", text)
 
 
-def parse_options(pairs: list[str] | tuple[str, ...], flag: str) -> dict[str, Any]:
+def parse_options(
+    pairs: list[str] | tuple[str, ...], flag: str, *, are_texts: bool = False
+) -> dict[str, Any]:
     """Return {"step_seconds": 0.01, "mlock": True} for ("step_seconds=0.01", "mlock=true").
 
-    A value that is not JSON is taken as text. Raises ServingError that names the flag.
+    A value that is not JSON is taken as text, and all values if `are_texts`. Raises ServingError
+    that names the flag.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ServingError(f"{flag} {pair!r} is not of the form key=value")
+            shown = "a value" if are_texts else repr(pair)  # texts may be secret
+            raise ServingError(f"{flag}: {shown} is not of the form KEY=VALUE.")
+        if are_texts:
+            options[key.strip()] = value
+            continue
         try:
             options[key] = json.loads(value)
         except ValueError:

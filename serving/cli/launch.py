@@ -70,6 +70,7 @@ def launch(options: ServeOptions) -> int:
             checked_host,
             options.cors_origin,
             options.open_metrics,
+            options.require_cache_salt,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, log))

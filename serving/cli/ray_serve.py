@@ -192,6 +192,7 @@ class Ingress:
             self._api_key,
             cors_origins=self._options.cors_origin,
             has_open_metrics=self._options.open_metrics,
+            requires_cache_salt=self._options.require_cache_salt,
         )
         await _registry.start()
         (model,) = _registry.models.values()

@@ -41,7 +41,12 @@ from crossover.serving.hardware.machine_facts import (
     peak_resident_bytes,
     resident_bytes,
 )
-from crossover.serving.hardware.numa import misplaced_memory, run_on
+from crossover.serving.hardware.numa import (
+    MISPLACED_ADVICE,
+    memory_share_on,
+    misplaced_words,
+    run_on,
+)
 from crossover.serving.sampling.grammar import Grammars, Matcher, grammar_text
 
 # Python's switch interval between threads. With the default of 5 ms, a step waited up to 50 ms for
@@ -128,8 +133,8 @@ class Worker:
         self.backend = backend_class(self.config.backend)(
             self.config, lambda what, fraction: self.send(ipc.Loading(fraction, what))
         )
-        if warning := misplaced_memory(self.config.memory_nodes):
-            print(f"engine: {warning}", file=sys.stderr)
+        if warning := misplaced_words(memory_share_on(self.config.memory_nodes)):
+            print(f"engine: {warning}; {MISPLACED_ADVICE}", file=sys.stderr)
         info = self.backend.info
         # The engine keeps only the bytes of each token and the end tokens of a tokenizer.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
@@ -163,6 +168,8 @@ class Worker:
                     break
                 # Wait for a message if there is nothing else to do (None: for any time).
                 wait_ms = COMPILER_POLL_MS if self._compiling else None
+                if not scheduler.busy and scheduler.prepare_memory():
+                    wait_ms = 0
                 while self._poll.poll(0 if scheduler.busy else wait_ms):
                     self._receive()
                     wait_ms = 0

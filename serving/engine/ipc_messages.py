@@ -37,6 +37,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     include_stop: bool = False  # the text ends with the stop string
     whole: bool = False  # not streamed: the reader gets one Delta, at the end
     thoughts: ThoughtMarks | None = None  # in which stop strings do not count; None: there are none
+    cache_salt: str = ""  # KV is reused only among requests with the same one
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

@@ -5,9 +5,11 @@ stored sequence, for longer than like what any slot holds, gets that KV copied i
 to do so is decided by `crossover.serving.capacity.choose_slot`, and what is dropped by
 `crossover.serving.capacity.stored_sequences`; the simulation uses both too.
 
-All memory is allocated and written to once at the start, so that the engine never grows by it and
-no copy waits for the kernel to provide pages. It is divided into blocks, because sequences differ
-in length; the backend reads and writes one sequence in one piece, the staging buffer.
+Memory is written to once before it is used, so that copies rarely wait for the kernel to provide
+pages: for 4 GiB that took 7 s where copying them takes 1 s. A first part is written to at the
+start, the rest while the engine is idle, or when it is needed. Memory is divided into blocks,
+because sequences differ in length; the backend reads and writes one sequence in one piece, the
+staging buffer.
 
 The cache never fails a request: what cannot be stored is lost, and what cannot be restored is
 computed again.
@@ -31,6 +33,7 @@ from crossover.serving.sampling.step_inputs import Tokens
 
 BLOCK_BYTES = 1 << 16
 _MEASURED_BLOCKS = 256  # 16 MiB, which takes milliseconds
+_TOUCHED_BLOCKS = 32  # 2 MiB, which took 3 ms; a request that comes meanwhile waits for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,7 @@ class StoredSequence:
     """A sequence in the prompt cache."""
 
     tokens: Tokens
+    salt: str  # a prompt with another one has no common prefix with it
     blocks: npt.NDArray[np.intp]  # where its bytes are, in this order
     bytes: int
 
@@ -56,7 +60,7 @@ class PromptCache:
     """Stored sequences of one backend, at most `max_bytes` with the staging buffer.
 
     `stored_tokens` says how many tokens fit; 0: there is no room for any, and nothing may be
-    stored.
+    stored. Raises MemoryError.
     """
 
     def __init__(self, backend: Exporting, max_bytes: int) -> None:
@@ -66,11 +70,14 @@ class PromptCache:
         self.stored_tokens = stored_tokens_of(max_bytes, context_bytes, context_tokens)
         staging_blocks = -(-context_bytes // BLOCK_BYTES) if self.stored_tokens else 0
         blocks = max_bytes // BLOCK_BYTES - staging_blocks if self.stored_tokens else 0
-        self._staging = _touched(staging_blocks)
-        self._blocks = _touched(blocks)
-        self._free = list(range(blocks))
+        self._staging = np.empty((staging_blocks, BLOCK_BYTES), np.uint8)
+        self._staging.fill(0)
+        self._blocks = np.empty((blocks, BLOCK_BYTES), np.uint8)
+        self._free: list[int] = []
+        self._index = StoredSequences[StoredSequence](0)
+        while self._index.capacity < _MEASURED_BLOCKS and self.touch_more():
+            pass
         self.copy_token_seconds = self._measure_copy_seconds() * context_bytes / context_tokens
-        self._index = StoredSequences[StoredSequence](blocks)
         self._stats = PromptCacheStats(max_bytes=(staging_blocks + blocks) * BLOCK_BYTES)
 
     @property
@@ -79,12 +86,23 @@ class PromptCache:
         self._stats.sequences = len(self._index)
         return self._stats
 
-    def longest(self, prompt: Tokens) -> tuple[StoredSequence | None, StoredMatch]:
+    def touch_more(self) -> bool:
+        """Make a further part of the memory ready for use. Return False if all of it is."""
+        start = self._index.capacity
+        end = min(start + _TOUCHED_BLOCKS, len(self._blocks))
+        self._blocks[start:end] = 0
+        self._free += range(start, end)
+        self._index.capacity = end
+        return end > start
+
+    def longest(self, prompt: Tokens, salt: str) -> tuple[StoredSequence | None, StoredMatch]:
         """Return the sequence with the longest common prefix with a prompt, the most recently used
         if there are several, and how it matches."""
         best: StoredSequence | None = None
         common = second = 0
         for sequence in self._index:
+            if sequence.salt != salt:
+                continue
             tokens = common_prefix(sequence.tokens, prompt)
             if tokens > common:
                 best, common, second = sequence, tokens, common
@@ -93,7 +111,9 @@ class PromptCache:
         held_tokens = 0 if best is None else len(best.tokens)
         return best, StoredMatch(common, held_tokens, second)
 
-    def store(self, slot: int, tokens: Tokens, pinned: StoredSequence | None = None) -> None:
+    def store(
+        self, slot: int, tokens: Tokens, salt: str, pinned: StoredSequence | None = None
+    ) -> None:
         """Store what a slot holds, instead of the sequences that it continues, if there is room.
 
         `pinned`: a sequence that must stay, because it is about to be restored.
@@ -104,12 +124,15 @@ class PromptCache:
         except (EngineFailed, MemoryError):
             return  # it is lost, as without a prompt cache
         for sequence in list(self._index):
-            is_continued = common_prefix(sequence.tokens, tokens) == len(sequence.tokens)
-            if is_continued and sequence is not pinned:
+            if sequence.salt != salt or sequence is pinned:
+                continue
+            if common_prefix(sequence.tokens, tokens) == len(sequence.tokens):
                 self._remove(sequence)
         blocks = -(-size_bytes // BLOCK_BYTES)
         ids = np.empty(blocks, np.intp)
-        stored = StoredSequence(tokens.copy(), ids, size_bytes)
+        stored = StoredSequence(tokens.copy(), salt, ids, size_bytes)
+        while self._index.used + blocks > self._index.capacity and self.touch_more():
+            pass
         dropped = self._index.add(stored, blocks, pinned)
         if dropped is None:
             return
@@ -154,7 +177,7 @@ class PromptCache:
     def _measure_copy_seconds(self) -> float:
         """Return the seconds to copy a byte of KV to or from the cache: between a slot and the
         staging buffer, and between that and the blocks, both as fast as the second is."""
-        blocks = min(len(self._staging), len(self._blocks), _MEASURED_BLOCKS)
+        blocks = min(len(self._staging), self._index.capacity, _MEASURED_BLOCKS)
         if not blocks:
             return 0.0
         seconds = []
@@ -167,10 +190,3 @@ class PromptCache:
     def _remove(self, sequence: StoredSequence) -> None:
         self._index.remove(sequence)
         self._free += sequence.blocks.tolist()
-
-
-def _touched(blocks: int) -> npt.NDArray[np.uint8]:
-    """Return memory of so many blocks, [blocks, BLOCK_BYTES], that the kernel has provided."""
-    memory = np.empty((blocks, BLOCK_BYTES), np.uint8)
-    memory.fill(0)
-    return memory

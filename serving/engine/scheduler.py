@@ -145,6 +145,11 @@ class Scheduler:
             self._last_step.prompt_cache = self._prompt_cache.stats
         return self._last_step
 
+    def prepare_memory(self) -> bool:
+        """Use idle time to make memory of the prompt cache ready, for some milliseconds. Return
+        whether there is more to do."""
+        return self._prompt_cache is not None and self._prompt_cache.touch_more()
+
     def step(self) -> list[Delta]:
         """Run one step; return what it added to each sequence.
 
@@ -309,7 +314,9 @@ class Scheduler:
                 return  # it would soon be preempted again
             self.waiting.popleft()
             computed = {slot: s.computed_tokens for slot, s in self.running.items()}
-            allocation = self._slots.take(sequence.tokens[: sequence.length], computed)
+            allocation = self._slots.take(
+                sequence.tokens[: sequence.length], computed, sequence.cache_salt
+            )
             sequence.slot = allocation.slot
             sequence.computed = allocation.reused
             sequence.checkpoints = allocation.checkpoints

@@ -32,6 +32,7 @@ class Sequence:
         request = submit.request
         self.id = submit.id
         self.sampling = request.sampling
+        self.cache_salt = request.cache_salt
         self.text = text
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:

@@ -4,13 +4,15 @@ If a backend can truncate a slot, a sequence may reuse any common prefix. If it 
 state, sliding-window attention), a sequence may continue exactly what a free slot holds, or start
 from a checkpoint, which is a copy of that state. Checkpoints are made at two points of a prompt:
 shortly before its end, where the next turn of the conversation continues, and at the end of a
-prefix that it shares with another sequence, where the next such sequence continues.
+prefix that it shares with another sequence, where the next such sequence continues. Sequences with
+different cache salts have no common prefix.
 `crossover.serving.capacity.choose_slot` decides which slot a sequence gets, and what the prompt
 cache (prompt_cache.py) stores and restores.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -38,6 +40,7 @@ class Checkpoint:
     """A backend's copy of the state of a slot that held these tokens."""
 
     tokens: Tokens
+    salt: str
     saved: Any  # crossover.serving.backends.backend_interface.Saved
 
 
@@ -66,35 +69,43 @@ class SlotAllocator:
         # The tokens in the KV of each idle slot; none for slots in use.
         self._idle_tokens: list[Tokens] = [_NOTHING] * slots
         self._idle_since = [0.0] * slots
+        self._salts = [""] * slots  # of what each slot holds, idle or running
         self._checkpoints: list[Checkpoint] = []  # the most recently used last
         self._max_checkpoints = max_checkpoints(slots)
         self.prompt_cache: PromptCache | None = None
         if prompt_cache_bytes and self._reuses and info.has_export:
-            prompt_cache = PromptCache(cast("Exporting", backend), prompt_cache_bytes)
-            self.prompt_cache = prompt_cache if prompt_cache.stored_tokens else None
+            with contextlib.suppress(MemoryError):  # the engine serves without one
+                prompt_cache = PromptCache(cast("Exporting", backend), prompt_cache_bytes)
+                self.prompt_cache = prompt_cache if prompt_cache.stored_tokens else None
 
     @property
     def idle_tokens(self) -> int:
         """Return the tokens in the KV of all idle slots together."""
         return sum(self._idle_lengths)
 
-    def take(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
+    def take(self, prompt: Tokens, running: Mapping[int, Tokens], salt: str = "") -> SlotAllocation:
         """Return a free slot for this prompt, with as much of it reused as possible.
 
         The last COMPUTED_TAIL tokens are never reused, so that no piece of one token remains.
         `running`: the computed tokens of each slot in use, whose prefixes may be copied.
+        `salt`: only what has the same one is reused.
         """
         choose = self._choose_with_checkpoints if self._uses_checkpoints else self._choose
-        allocation = choose(prompt, running)
+        allocation = choose(prompt, running, salt)
         self._idle_tokens[allocation.slot] = _NOTHING
+        self._salts[allocation.slot] = salt
         self._backend.truncate(allocation.slot, allocation.reused)
         return allocation
 
     def save(self, slot: int, tokens: Tokens) -> None:
         """Make a checkpoint of a slot that holds these tokens, unless there is one."""
-        if any(np.array_equal(checkpoint.tokens, tokens) for checkpoint in self._checkpoints):
+        salt = self._salts[slot]
+        if any(
+            checkpoint.salt == salt and np.array_equal(checkpoint.tokens, tokens)
+            for checkpoint in self._checkpoints
+        ):
             return
-        self._checkpoints.append(Checkpoint(tokens.copy(), self._backend.save(slot)))
+        self._checkpoints.append(Checkpoint(tokens.copy(), salt, self._backend.save(slot)))
         del self._checkpoints[: -self._max_checkpoints]
 
     def release(self, slot: int, tokens: Tokens, now: float) -> None:
@@ -122,17 +133,17 @@ class SlotAllocator:
         self._idle_tokens[oldest] = _NOTHING
         return True
 
-    def _choose(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
+    def _choose(self, prompt: Tokens, running: Mapping[int, Tokens], salt: str) -> SlotAllocation:
         """Return a free slot for a backend that can truncate slots, or if nothing is reused."""
         free = self._free(running)
         if not self._reuses:
             return SlotAllocation(free[0], 0)
         reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
-        common_tokens = self._common(reusable, running)
+        common_tokens = self._common(reusable, running, salt)
         slot, reused, source = choose_slot(
             common_tokens, self._idle_lengths, free, self._idle_since
         )
-        restored = self._restore(reusable, running, free, reused)
+        restored = self._restore(reusable, running, free, reused, salt)
         if restored is not None:
             return restored
         self._store(slot, self._idle_tokens[slot], reused if source == slot else 0)
@@ -148,13 +159,18 @@ class SlotAllocator:
             self.prompt_cache.copy(source, slot, tokens)
 
     def _restore(
-        self, reusable: Tokens, running: Mapping[int, Tokens], free: list[int], reused: int
+        self,
+        reusable: Tokens,
+        running: Mapping[int, Tokens],
+        free: list[int],
+        reused: int,
+        salt: str,
     ) -> SlotAllocation | None:
         """Return a free slot into which a stored sequence was copied. None: the prompt cache has
         nothing that saves more than the `reused` tokens that the slots save."""
         if self.prompt_cache is None:
             return None
-        sequence, match = self.prompt_cache.longest(reusable)
+        sequence, match = self.prompt_cache.longest(reusable, salt)
         if sequence is None or not match.is_worth_restoring(reused):
             return None
         slot = oldest_slot(free, self._idle_lengths, self._idle_since)
@@ -174,15 +190,15 @@ class SlotAllocator:
     ) -> None:
         """Store what a slot holds before it is overwritten from `kept_tokens` tokens on."""
         if self.prompt_cache is not None and is_worth_storing(len(tokens), kept_tokens):
-            self.prompt_cache.store(slot, tokens, pinned)
+            self.prompt_cache.store(slot, tokens, self._salts[slot], pinned)
 
     def _choose_with_checkpoints(
-        self, prompt: Tokens, running: Mapping[int, Tokens]
+        self, prompt: Tokens, running: Mapping[int, Tokens], salt: str
     ) -> SlotAllocation:
         """Return a free slot for a backend that cannot truncate slots, but has checkpoints."""
         reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
-        common_tokens = self._common(reusable, running)
-        checkpoint = self._longest_checkpoint(reusable, max(common_tokens))
+        common_tokens = self._common(reusable, running, salt)
+        checkpoint = self._longest_checkpoint(reusable, max(common_tokens), salt)
         (slot, reused, source), is_restored, marks = choose_checkpointed_slot(
             common_tokens,
             self._idle_lengths,
@@ -207,7 +223,9 @@ class SlotAllocator:
         """Return the number of tokens in the KV of each idle slot; 0 for slots in use."""
         return [len(tokens) for tokens in self._idle_tokens]
 
-    def _longest_checkpoint(self, reusable: Tokens, max_tokens: int) -> Checkpoint | None:
+    def _longest_checkpoint(
+        self, reusable: Tokens, max_tokens: int, salt: str
+    ) -> Checkpoint | None:
         """Return the longest checkpoint that `reusable` begins with.
 
         `max_tokens`: how many of these tokens some slot holds; a longer checkpoint is useless.
@@ -215,14 +233,17 @@ class SlotAllocator:
         fitting = [
             checkpoint
             for checkpoint in self._checkpoints
-            if len(checkpoint.tokens) <= max_tokens
+            if checkpoint.salt == salt
+            and len(checkpoint.tokens) <= max_tokens
             and common_prefix(checkpoint.tokens, reusable) == len(checkpoint.tokens)
         ]
         return max(fitting, key=lambda checkpoint: len(checkpoint.tokens), default=None)
 
-    def _common(self, reusable: Tokens, running: Mapping[int, Tokens]) -> list[int]:
+    def _common(self, reusable: Tokens, running: Mapping[int, Tokens], salt: str) -> list[int]:
         """Return, by slot, how many of the reusable tokens its KV begins with."""
         return [
             common_prefix(running.get(slot, idle_tokens), reusable)
+            if self._salts[slot] == salt
+            else 0
             for slot, idle_tokens in enumerate(self._idle_tokens)
         ]

@@ -27,6 +27,7 @@ from crossover.serving.errors import ServingError
 SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # by machine
 MPOL_BIND, MPOL_INTERLEAVE = 2, 3  # linux/mempolicy.h
 MIN_SHARE_ON_NODE = 0.95  # of an engine's memory, on the nodes that it was given
+MISPLACED_ADVICE = "free memory there, or choose cores of another node (--cores)"
 MAX_NODES = 1024  # bits of a mask of nodes
 MAX_CPU = 65_535  # larger numbers are typing errors, which must not fill the memory
 
@@ -127,20 +128,26 @@ def run_on(cores: Collection[int], memory_nodes: Collection[int]) -> str:
     return ""
 
 
-def misplaced_memory(memory_nodes: Collection[int], root: Path = ROOT) -> str:
-    """Return in words how much of this process's memory lies on other nodes than it should;
-    "": at most 1 - MIN_SHARE_ON_NODE of it, or the kernel does not report it."""
-    size_by_node = bytes_by_node(root=root)
+def memory_share_on(
+    memory_nodes: Collection[int], pid: int | str = "self", root: Path = ROOT
+) -> float | None:
+    """Return the share of a process's own memory that lies on these nodes; None: no nodes are
+    given, or the kernel does not report it."""
+    size_by_node = bytes_by_node(pid, root) if memory_nodes else {}
     total = sum(size_by_node.values())
-    if not memory_nodes or not total:
+    if not total:
+        return None
+    return sum(size_by_node.get(node, 0) for node in memory_nodes) / total
+
+
+def misplaced_words(share: float | None) -> str:
+    """Return a warning if too little of an engine's memory lies on the nodes that it was given; ""
+    if enough of it does, or it is not known. `share`: as of `memory_share_on`."""
+    if share is None or share >= MIN_SHARE_ON_NODE:
         return ""
-    share = sum(size_by_node.get(node, 0) for node in memory_nodes) / total
-    if share >= MIN_SHARE_ON_NODE:
-        return ""
-    nodes = ", ".join(map(str, memory_nodes))
     return (
-        f"only {formatting.share(share, 2)} of the memory lies on NUMA node {nodes}, so steps wait "
-        "for the link to other nodes; free memory there, or choose cores of another node (--cores)"
+        f"only {formatting.share(share, 2)} of the engine's memory lies on its NUMA node, so steps "
+        "wait for the link to other nodes"
     )
 
 

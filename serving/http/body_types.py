@@ -23,7 +23,8 @@ from crossover.serving.http.request_words import explain
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
-MAX_VALUES = 500_000  # more than a context has tokens
+# Of a body: more values than a context has tokens, and more texts and keys than any list may have.
+MAX_VALUES, MAX_STRINGS = 500_000, 100_000
 _MAX_INT32 = 2**31 - 1
 MAX_LOGPROBS = 128  # alternatives of a token
 MAX_STOPS = 256  # stop texts of a request
@@ -106,6 +107,17 @@ class Generation(RequestStruct, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("A grammar in GBNF.", max_length=MAX_CHARACTERS)] | None = None
     deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
+    cache_salt: (
+        Annotated[
+            str,
+            _about(
+                "A secret of the tenant: cached prefixes are reused only among requests with it.",
+                min_length=1,
+                max_length=256,
+            ),
+        ]
+        | None
+    ) = None
     # Clients send these keys, in many forms; they have no effect.
     user: NoEffect = None
     metadata: NoEffect = None
@@ -259,7 +271,7 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     continue_final_message: (
         Annotated[bool, _about("Continue the last message of the assistant.")] | None
     ) = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=256)] | None = None
     reasoning_effort: (
         Annotated[str, _about("For templates that read it. 'none' turns thinking off.")] | None
     ) = None
@@ -300,9 +312,12 @@ _OPAQUE_KEYS = frozenset({"schema", "parameters", "arguments", "chat_template_kw
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Return the decoded body. Raises ApiError 400 that names the key."""
     body = body.removeprefix(codecs.BOM_UTF8)
-    # The decoder holds the GIL, 20 ms for so many values.
+    # The decoder holds the GIL, 20 ms for so many numbers or strings. Quotes in a text are escaped.
     if body.count(b",") > MAX_VALUES:
         text = f"The body has more than {MAX_VALUES} values, as commas between them show."
+        raise ApiError(400, text, "too_many_values")
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+        text = f"The body has more than {MAX_STRINGS} texts and keys, as quotes around them show."
         raise ApiError(400, text, "too_many_values")
     # Decoding makes no reference cycles, yet Python would start a collection for every few hundred
     # objects that it makes.

@@ -41,7 +41,7 @@ from crossover.serving.http.generation_response import (
     Prompt,
 )
 from crossover.serving.http.http_request import Request
-from crossover.serving.http.request_validation import token_limit, validate
+from crossover.serving.http.request_validation import check_salt, token_limit, validate
 from crossover.serving.http.tool_calls import (
     CallChoice,
     choose_call_format,
@@ -65,6 +65,7 @@ _RESERVED_VARIABLES = frozenset(
 
 async def chat_completions(request: Request) -> ChatResponse:
     body = await request.read(CHAT)
+    check_salt(body, request.requires_cache_salt)
     if body.stream:
         request.keep_alive()
     model = await request.acquire_model(body.model, body.deadline_seconds)

@@ -17,11 +17,12 @@ from crossover.serving.http.generation_response import (
     Prompt,
 )
 from crossover.serving.http.http_request import Request
-from crossover.serving.http.request_validation import prompts_of, token_limit, validate
+from crossover.serving.http.request_validation import check_salt, prompts_of, token_limit, validate
 
 
 async def completions(request: Request) -> CompletionResponse:
     body = await request.read(COMPLETION)
+    check_salt(body, request.requires_cache_salt)
     if body.stream:
         request.keep_alive()
     model = await request.acquire_model(body.model, body.deadline_seconds)

@@ -63,6 +63,7 @@ class Request:
         is_valid_id = _REQUEST_ID.fullmatch(client_id) is not None
         self.id = client_id if is_valid_id else b"req-" + self.serial.encode()
         self.path_name = ""  # the model's name in /v1/models/{model}
+        self.requires_cache_salt = False  # of requests that generate
         self.cors_headers: Sequence[tuple[bytes, bytes]] = ()  # of the response
         self.route = "other"  # a metrics label, so never a path that a client made up
         self.body_bytes = 0

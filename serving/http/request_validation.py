@@ -85,7 +85,18 @@ def validate(
         ignore_eos=bool(body.ignore_eos),
         include_stop=bool(body.include_stop_str_in_output),
         whole=not body.stream,
+        cache_salt=body.cache_salt or "",
     )
+
+
+def check_salt(body: Generation, is_required: bool) -> None:
+    """Check that the request has a cache salt if it needs one. Raises ApiError 400."""
+    if is_required and body.cache_salt is None:
+        why = (
+            "This server reuses cached prefixes only within a tenant (--require-cache-salt). Have "
+            "the proxy in front of it set this key to a secret of the tenant."
+        )
+        raise invalid_parameter("cache_salt", why)
 
 
 def _within(value: float, lowest: float, highest: float) -> float:

@@ -116,7 +116,8 @@ class App:
     Host header must have this name or one of this machine; otherwise a web page could send
     requests to the server through a domain name of its own that resolves to this machine (DNS
     rebinding). None: any name is accepted. `cors_origins`: whose pages may read responses; "*":
-    everybody's. `has_open_metrics`: /metrics needs no key.
+    everybody's. `has_open_metrics`: /metrics needs no key. `requires_cache_salt`: a
+    request without one is refused.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class App:
         host: str | None = None,
         cors_origins: Sequence[str] = (),
         has_open_metrics: bool = False,
+        requires_cache_salt: bool = False,
     ) -> None:
         self.registry = registry
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
@@ -134,6 +136,7 @@ class App:
         self._admin_key = admin_key
         self._host = host
         self._cors_origins = frozenset(cors_origins)
+        self._requires_cache_salt = requires_cache_salt
         self._open_paths = (*_PROBE_PATHS, "/metrics") if has_open_metrics else _PROBE_PATHS
         self._table: dict[str, dict[str, Route]] = {}  # path -> method -> route
         for route in self.routes:
@@ -146,6 +149,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         request = Request(self.registry, scope, receive, send)
+        request.requires_cache_salt = self._requires_cache_salt
         if self._cors_origins:
             request.cors_headers = self._cors_headers(request.headers.get(b"origin", b""))
         metrics = self.registry.metrics

@@ -22,6 +22,7 @@ from crossover.serving.backends.backend_interface import BackendInfo, EngineConf
 from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import ContextOverflow, EngineState
 from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
+from crossover.serving.hardware.numa import memory_share_on
 from crossover.serving.http.api_errors import ApiError
 from crossover.serving.http.body_types import DETOKENIZE, TOKENIZE, RequestStruct
 from crossover.serving.http.http_request import Request
@@ -166,6 +167,10 @@ def _describe_ready_engine(model: ServedModel, ready: Ready) -> dict[str, Any]:
             "predicted": _predicted_memory(model),
             "rss_bytes": rss_bytes,
             "peak_rss_bytes": peak_rss_bytes,
+            # Of the memory, on the NUMA nodes that the engine was given; null: given none.
+            "share_on_nodes": None
+            if pid is None
+            else memory_share_on(supervisor.config.memory_nodes, pid),
         },
         "device_name": info.device_name,
         "load_seconds": ready.load_seconds,

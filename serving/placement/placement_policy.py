@@ -63,6 +63,13 @@ USABLE_SHARE = 0.95  # share of the free memory that a placement may use
 # but the context is at least MIN_CONTEXT tokens.
 KV_SHARE = 0.25
 MIN_CONTEXT = 2048
+# The default size of the prompt cache is this share of the memory that is left after weights, KV
+# cache and buffers. More than MAX_PROMPT_CACHE_BYTES, or than so many times the KV cache of all
+# slots, hardly raised a simulated capacity: the histories of all users that the engine can serve
+# fit.
+PROMPT_CACHE_SHARE = 0.25
+MAX_PROMPT_CACHE_BYTES = 4 << 30
+MAX_PROMPT_CACHE_TO_KV = 8
 KV_BLOCK_TOKENS = 256  # llama.cpp rounds the length of its KV cache up to a multiple of this
 
 
@@ -77,7 +84,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted()
     settings: RequestedSettings = RequestedSettings()
     prefix_reuse: bool = True
-    prompt_cache_bytes: int = 0  # as requested; 0: none
+    prompt_cache_bytes: int | None = None  # as requested; 0: none; None: default_prompt_cache
     weight_bytes: int | None = None  # size of the file; None: there is no file yet
     # The memory besides the weights that the CPU's engine reports for this file, by ascending
     # context length; {}: there is no file yet, or the engine cannot report it.
@@ -169,8 +176,10 @@ def plan(
             f"{request.model.name}"
         )
         reasons.insert(0, Reason(None, text))
-    if attempts and attempts[0].memory.prompt_cache_bytes < request.prompt_cache_bytes:
-        reasons.append(Reason(None, _why_smaller_cache(request, attempts[0])))
+    requested_bytes = request.prompt_cache_bytes or 0
+    if attempts and attempts[0].memory.prompt_cache_bytes < requested_bytes:
+        text = _why_smaller_cache(request, requested_bytes, attempts[0])
+        reasons.append(Reason(None, text))
     if not attempts:
         raise runs_nowhere(request.model, reasons)
     return Placement(
@@ -182,7 +191,7 @@ def plan(
     )
 
 
-def _why_smaller_cache(request: PlacementRequest, attempt: Attempt) -> str:
+def _why_smaller_cache(request: PlacementRequest, requested_bytes: int, attempt: Attempt) -> str:
     """Return why the prompt cache of the chosen engine is smaller than requested, or not there."""
     engine = f"{attempt.backend} on the {attempt.device.upper()}"
     if not request.prefix_reuse:
@@ -192,7 +201,7 @@ def _why_smaller_cache(request: PlacementRequest, attempt: Attempt) -> str:
     if attempt.memory.state_bytes:
         name = request.model.name
         return f"no prompt cache, since {name} has states or windows that cannot be truncated"
-    requested = size(request.prompt_cache_bytes)
+    requested = size(requested_bytes)
     fitting = size(attempt.memory.prompt_cache_bytes)
     return f"prompt cache reduced from {requested} to {fitting}, which fits in memory"
 
@@ -412,10 +421,7 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
         )
         can_cache = spec.has_export and gpu is None and not memory.state_bytes
         if request.prefix_reuse and can_cache:
-            # If memory is short, the prompt cache is the first to get less.
-            cache_bytes = request.prompt_cache_bytes
-            if usable_bytes is not None:
-                cache_bytes = max(0, min(cache_bytes, usable_bytes - memory.total_bytes))
+            cache_bytes = _prompt_cache_bytes(request, memory, usable_bytes)
             memory = msgspec.structs.replace(memory, prompt_cache_bytes=cache_bytes)
         return Attempt(
             device=device,
@@ -468,6 +474,21 @@ def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -
 
     more = [count for count in SLOT_COUNTS if default_slots < count <= MAX_CPU_SLOTS]
     return max([default_slots, *filter(fits, more)])
+
+
+def _prompt_cache_bytes(
+    request: PlacementRequest, memory: EngineMemory, usable_bytes: int | None
+) -> int:
+    """Return the size of the prompt cache beside the rest of an engine's memory, of which it is the
+    first to get less if memory is short."""
+    requested_bytes = request.prompt_cache_bytes
+    if usable_bytes is None:
+        return requested_bytes or 0
+    free_bytes = max(0, usable_bytes - memory.total_bytes)
+    if requested_bytes is not None:
+        return min(requested_bytes, free_bytes)
+    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * memory.kv_bytes)
+    return min(max_bytes, int(PROMPT_CACHE_SHARE * free_bytes))
 
 
 def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> EngineMemory:

@@ -15,6 +15,8 @@ Every part has a server of its own. The engine runs on --engine-cores; HTTP and 
   twice     a second SIGTERM during the drain: everything is cut off at once, exit status 1
   crowd     2,000 streams at the same time, with a slot for each
   leavers   10,000 requests; 30 % of the clients disconnect at a random moment
+  bodies    one client sends 17 kinds of bodies of up to 4 MiB in turn; /health is asked
+            all the time and never waits longer than 50 ms
   soak      a mixture of all kinds of requests for --seconds: each answer has the status that its
             request should get, and memory does not grow
 
@@ -54,6 +56,7 @@ Found = dict[str, Any]
 FACTORS = (1.0, 2.0, 5.0, 10.0)
 SLO_SECONDS = 1.0
 GROWTH_LIMIT_BYTES = 8 << 20  # of a process's private memory in a soak, after its first fifth
+HEALTH_SECONDS = 0.05
 MAX_OPEN = 500  # requests of a soak at once: a server that stopped shall not fill this process
 WORDS = "river stone light under many small houses wait for rain where nobody lives now".split()
 
@@ -498,6 +501,75 @@ async def soak(server: Server, options: argparse.Namespace) -> Found:
     }
 
 
+def large_bodies() -> dict[str, bytes]:
+    """Return bodies just below a bound, of 4 MiB, 500,000 values or 100,000 texts, by what each has
+    very many of."""
+    size = (4 << 20) - 4096
+    message = {"role": "user", "content": "a"}
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": {}}}
+        for number in range(14_000)
+    ]
+    prompts: dict[str, Any] = {
+        "words": "word " * (size // 5),
+        "one word": "a" * size,
+        "spaces": " " * size,
+        "emoji": "\U0001f600" * (size // 12),
+        "token ids": [1] * 490_000,
+        "numbers": [1.0] * 490_000,
+        "texts": ["a"] * 99_000,
+    }
+    bodies = {name: post(prompt=prompt, max_tokens=1) for name, prompt in prompts.items()}
+    chat = "/v1/chat/completions"
+    return bodies | {
+        "text to tokenize": post("/tokenize", prompt="word " * (size // 5)),
+        "chat text": post(chat, messages=[{**message, "content": "word " * (size // 5)}]),
+        "messages": post(chat, messages=[message] * 24_000),
+        "tools": post(chat, messages=[message], tools=tools),
+        "template values": post(
+            chat,
+            messages=[message],
+            chat_template_kwargs={str(number): 1 for number in range(99_000)},
+        ),
+        "biases": post(prompt="a", logit_bias={str(number): 1 for number in range(99_000)}),
+        "stops": post(prompt="a", stop=["x" * 36] * 99_000),
+        "unknown keys": post(prompt="a", **{f"k{number}": 1 for number in range(99_000)}),
+        "nested": post(raw=b'{"prompt":' + b"[" * 2000 + b"]" * 2000 + b"}"),
+        "no JSON": post(raw=b"x" * size),
+    }
+
+
+async def bodies(server: Server, options: argparse.Namespace) -> Found:
+    client, watcher = Client("127.0.0.1", server.port), Client("127.0.0.1", server.port)
+    loop = asyncio.get_running_loop()
+    waits: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began = loop.time()
+            await watcher.ask(get("/health"))
+            waits.append(loop.time() - began)
+            await asyncio.sleep(0.005)
+
+    watching = asyncio.create_task(watch())
+    longest, statuses = {}, {}
+    for name, body in large_bodies().items():
+        # Building a body blocks this process, which must not count.
+        await asyncio.sleep(0.1)
+        waits.clear()
+        outcome = await client.ask(body)
+        await asyncio.sleep(0.1)
+        longest[name], statuses[name] = max(waits), outcome.status
+    watching.cancel()
+    return {
+        "longest wait for /health, ms": {
+            name: round(1e3 * seconds, 1) for name, seconds in longest.items()
+        },
+        "statuses": statuses,
+        "kept": max(longest.values()) <= HEALTH_SECONDS and None not in statuses.values(),
+    }
+
+
 Part = Callable[..., Coroutine[Any, Any, Found]]
 # what runs, the fake engine's seconds a step, its slots, more words of `crossover serve`
 PARTS: dict[str, tuple[Part, float, int, str]] = {
@@ -506,6 +578,7 @@ PARTS: dict[str, tuple[Part, float, int, str]] = {
     "twice": (twice, 0.02, 16, "--drain-timeout 60"),
     "crowd": (crowd, 0.3, 2000, "--max-waiting 4000 --max-wait 1000 --no-prefix-reuse"),
     "leavers": (leavers, 0.005, 64, ""),
+    "bodies": (bodies, 0.004, 16, ""),
     "soak": (soak, 0.004, 16, ""),
 }
 

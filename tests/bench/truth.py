@@ -1,6 +1,7 @@
 """The estimate of a campaign of three minutes, against 15 minutes of levels near the capacity.
 
     python -m tests.bench.truth CAMPAIGN.toml [--minutes 3] [--level-seconds 300] [--out runs/truth]
+    python -m tests.bench.truth tests/bench/truth-sessions.toml --slots 4 --prompt-cache 256MiB
     python -m tests.bench.truth --read RUN_A LEVELS_A... [--read RUN_B LEVELS_B... ]
 
 For each cell of the campaign, on a quiet machine: first a campaign of so many minutes, then levels
@@ -256,6 +257,8 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=[], help="parts of their keys")
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--level-seconds", type=float, default=300.0)
+    parser.add_argument("--slots", type=int, help="instead of the campaign's")
+    parser.add_argument("--prompt-cache", metavar="SIZE", help="instead of the campaign's; 0: none")
     parser.add_argument("--out", type=Path, default=Path("runs/truth"))
     parser.add_argument(
         "--read", nargs="+", action="append", type=Path, default=[], help="run folders of a cell"
@@ -271,6 +274,11 @@ def main() -> None:
             plan = on_this_machine(
                 read_campaign(options.campaign), machine, machine.facts(), progress
             )
+        changes = {"slots": options.slots, "prompt_cache": options.prompt_cache}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        server = msgspec.structs.replace(plan.campaign.server, **changes)
+        campaign = msgspec.structs.replace(plan.campaign, server=server)
+        plan = msgspec.structs.replace(plan, campaign=campaign)
         keys = [cell.key for cell in plan.cells]
         if not any(part in key for part in options.cells or [""] for key in keys):
             raise SystemExit(f"no cell is called {' or '.join(options.cells)}: {', '.join(keys)}")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from crossover import cli
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.level_runner import level_text
+from crossover.loadtests.campaign.server_launch import info_of
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.models import formatting
@@ -532,6 +533,20 @@ def test_engines_whose_intervals_overlap_show_no_difference(
         section = formats(data, answers_of(data))
         assert section is not None and "has the highest capacity for x" in section.sentence
         assert ("no difference is shown from" in section.sentence) != is_shown
+
+
+@pytest.mark.parametrize(("share", "is_warned"), [(0.6, True), (0.97, False), (None, False)])
+def test_memory_on_another_numa_node_is_a_warning(share: float | None, is_warned: bool) -> None:
+    data = shown()[1]
+    cell = data.cells[0]
+    assert cell.ready is not None
+    info = info_of({"engine": {"backend": "onnx"}, "memory": {"share_on_nodes": share}})
+    ready = msgspec.structs.replace(cell.ready, info=info)
+    cells = (msgspec.structs.replace(cell, ready=ready),)
+    found = warnings_of(msgspec.structs.replace(data, cells=cells))
+    texts = [one.text for one in found if one.code == "MemoryMisplaced"]
+    assert bool(texts) == is_warned
+    assert all("only 60 % of the engine's memory lies on its NUMA node" in text for text in texts)
 
 
 def test_an_engine_is_not_called_the_fastest_beside_ones_that_are_not_known_to_be_slower() -> None:

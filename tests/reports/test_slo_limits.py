@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.loadtests.campaign.cell_runner import rate_without_reuse
+from crossover.loadtests.campaign.cell_runner import with_less_reuse
 from crossover.loadtests.campaign.level_runner import judge_level, level_text
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import (
@@ -99,7 +99,7 @@ def without_reuse(slo: Slo) -> float | None:
     estimated = Capacity(state="not_confirmed", method="step_times", estimated_rate=1.0)
     demand = Demand(Workload(preset="conversation", scale=0.1))
     reusing = msgspec.structs.replace(server, reuse=PrefixReuse())
-    return rate_without_reuse(estimated, reusing, demand, slo)
+    return with_less_reuse(estimated, reusing, demand, slo).estimated_rate_without_reuse
 
 
 def service() -> Service:
@@ -133,7 +133,7 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/capacity/capacity_estimate.py:confirmed_rate": lambda slo: confirmed_rate(
         levels(), slo, estimated_rate=1.0
     ),
-    "loadtests/campaign/cell_runner.py:rate_without_reuse": without_reuse,
+    "loadtests/campaign/cell_runner.py:with_less_reuse": without_reuse,
     "loadtests/capacity/attainment_evidence.py:speed_by_attainment": speed,
     "loadtests/capacity/sharper_slo.py:advice": advised,
     "loadtests/cli/one_level.py:show_level": printed,

@@ -207,3 +207,15 @@ def test_a_models_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_bytes(b'\xef\xbb\xbf[[model]]\r\nsource = "135m"\r\n')
     assert [one.source for one in models_of(ServeOptions(models_file=str(file)))] == ["135m"]
+
+
+def test_a_prompt_cache_is_the_default_only_for_the_only_model() -> None:
+    (single,) = models_of(ServeOptions(models=("135m",)))
+    assert single.prompt_cache_bytes is None, "placement decides"
+    several = models_of(ServeOptions(models=("135m", "360m")))
+    limited = models_of(ServeOptions(models=("135m",), memory_limit="4GiB"))
+    assert [model.prompt_cache_bytes for model in (*several, *limited)] == [0, 0, 0]
+    options = ServeOptions(models=("135m", "360m"), prompt_cache="1GiB")
+    assert [model.prompt_cache_bytes for model in models_of(options)] == [1 << 30] * 2
+    (without,) = models_of(ServeOptions(models=("135m",), prompt_cache="0"))
+    assert without.prompt_cache_bytes == 0

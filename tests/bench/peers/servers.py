@@ -27,6 +27,7 @@ import psutil
 from crossover.models.identity.resolve_model import resolve
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import BACKENDS, spec_of
+from crossover.serving.option_help import parse_bytes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -56,6 +57,7 @@ class Setup(NamedTuple):
     engine_cores: tuple[int, ...]
     client_cores: tuple[int, ...]
     options: tuple[str, ...] = ()  # KEY=VALUE for ours
+    prompt_cache: str = ""  # a size, "0" for none; "": the default of ours and of llama-server
     port: int = 0  # a free one is chosen
 
     @property
@@ -167,6 +169,7 @@ def crossover(contestant: Contestant, setup: Setup, path: str) -> list[str]:
         ),
         *words(f"--slots {setup.slots} --context {setup.context_tokens} --policy cpu-only"),
         *words(f"--cores {listed(setup.engine_cores)} --api-cores {listed(setup.client_cores)}"),
+        *(("--prompt-cache", setup.prompt_cache) if setup.prompt_cache else ()),
         *(part for option in setup.options for part in ("--option", option)),
     ]
 
@@ -179,7 +182,12 @@ def llama_server(contestant: Contestant, setup: Setup, path: str) -> list[str]:
         *words(f"--port {setup.port} --no-webui -t {setup.threads} -tb {setup.threads}"),
         *words(f"--cpu-mask {mask} --cpu-strict 1"),
         *words(f"-np {setup.slots} -c {setup.slots * setup.context_tokens}"),
+        *(("--cache-ram", cache_mib(setup.prompt_cache)) if setup.prompt_cache else ()),
     ]
+
+
+def cache_mib(size: str) -> str:
+    return "0" if size == "0" else str(parse_bytes(size, "prompt_cache") >> 20)
 
 
 def library(contestant: Contestant, setup: Setup, path: str) -> list[str]:

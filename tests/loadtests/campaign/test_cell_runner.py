@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from crossover.loadtests.campaign.campaign_file import parse_campaign
-from crossover.loadtests.campaign.cell_runner import cell_progress
+from crossover.loadtests.campaign.cell_runner import cell_progress, with_less_reuse
 from crossover.loadtests.campaign.next_measurement import (
     StopMeasuring,
     next_measurement,
@@ -30,9 +30,11 @@ from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import read_records
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
+    LOADED,
     NO_REUSE,
     QUICK_REQUESTS,
     Demand,
+    PrefixReuse,
     ServerModel,
 )
 from crossover.serving.capacity.step_time_model import StepTimeModel
@@ -329,6 +331,28 @@ turn_tokens = { mean = 40, sd = 20, min = 20, max = 120 }
 """
 
 
+def test_the_users_without_prompt_cache_are_those_of_a_server_without_one() -> None:
+    campaign = parse_campaign(TALK).campaign
+    demand = Demand(campaign.workload)
+    step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.004, prompt_token_seconds=0.0025)
+    slots = ServerModel(step_times, SchedulerSettings(slots=3), reuse=PrefixReuse())
+    settings = msgspec.structs.replace(slots.settings, stored_tokens=20_000)
+    cached = msgspec.structs.replace(slots, settings=settings)
+    users = {
+        server: server.slower(LOADED).capacity(demand, campaign.slo, QUICK_REQUESTS).users
+        for server in (cached, slots, cached.without_reuse())
+    }
+    measured = Capacity(
+        state="confirmed", method="step_times", estimated_rate=1.0, users=2 * (users[cached] or 0)
+    )
+    found = with_less_reuse(measured, cached, demand, campaign.slo)
+    assert found.users_without_prompt_cache == pytest.approx(2 * (users[slots] or 0))
+    assert found.users_without_reuse == pytest.approx(2 * (users[cached.without_reuse()] or 0))
+    assert measured.users is not None and found.users_without_prompt_cache is not None
+    assert found.users_without_prompt_cache < 0.8 * measured.users
+    assert with_less_reuse(measured, slots, demand, campaign.slo).users_without_prompt_cache is None
+
+
 def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_path: Path) -> None:
     """The estimate is that of the known steps, in requests/s and in users; the levels are at rates
     of requests, and wait until late turns come."""
@@ -358,6 +382,8 @@ def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_pat
     assert found.confirmed_rate < with_reuse
     output = world.output.getvalue()
     assert "Prefix caching raises the capacity from " in output and " users at a time." in output
+    assert found.users_without_reuse is not None and found.users_without_reuse < found.users
+    assert found.users_without_prompt_cache is None, "the server has none"
     levels = [one for one in started(folder) if one.plan.rate is not None]
     assert all(one.plan.warmup_seconds > 20 for one in levels)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
+from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.loadtests.records.journal_events import EngineTime
 
 
@@ -47,11 +48,11 @@ def test_only_a_crossover_server_reports_engine_time(
     )
     answers += [exposition.format(n=10, d=1.5, h=0.25), exposition.format(n=30, d=4.5, h=1.0)]
     answers += [exposition.format(n=3, d=0.1, h=0.1), "llamacpp:requests_processing 1\n"]
-    clock = EngineClock(url)
+    clock = EngineClock(Target(url=url))
     first, second, anew = clock.read(), clock.read(), clock.read()
     assert first is not None and second is not None and anew is not None
     passed = second.since(first)
     assert passed == EngineTime(steps=20, device_seconds=3.0, host_seconds=0.75)
     assert passed.host_share == pytest.approx(0.2)
     assert anew.since(second) is None and clock.read() is None
-    assert EngineClock("http://127.0.0.1:9").read() is None
+    assert EngineClock(Target(url="http://127.0.0.1:9")).read() is None

@@ -1,6 +1,7 @@
 """Calibration of servers of known step times: they are found again, within its time."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, max_concurrent_streams
@@ -51,6 +52,18 @@ def test_known_step_times_and_their_capacity_are_found_again(slots):
         again = KnownServer(STEP_TIMES.seconds, slots=4)
         assert calibrated(again, slots=4).step_times == made.step_times
         assert again.sent_bursts == server.sent_bursts, "a journal's answers give the same bursts"
+
+
+def test_behind_a_proxy_that_collects_chunks_no_step_is_learned_and_no_burst_sent():
+    server = KnownServer(STEP_TIMES.seconds, slots=8)
+    single = server.level([float(100 * n) for n in range(6)], [100] * 6, [40] * 6)
+    groups = single.chunks.reshape(6, 4, 10)
+    chunks = np.broadcast_to(groups[:, :, -1:], groups.shape).ravel()
+    collected = msgspec.structs.replace(single, chunks=chunks, first=chunks[::40])
+    made = calibrate(server, CHAT, None, 20.0, [collected])
+    assert made.step_times is None and server.sent_bursts == []
+    assert "6 of 6 answers arrived in groups of about 10" in made.reason
+    assert "proxy_buffering off" in made.reason
 
 
 def test_bursts_show_the_cost_of_reading_the_experts_of_a_mixture():

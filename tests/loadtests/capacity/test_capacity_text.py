@@ -139,3 +139,12 @@ def test_what_reuse_is_worth_and_how_many_users() -> None:
     assert reuse_words(Capacity(state="confirmed", estimated_rate=2.0)) == ""
     assert users_words(Capacity(state="confirmed", users=33.7)) == "about 34 users at a time"
     assert users_words(Capacity(state="confirmed")) == ""
+    cached = Capacity(
+        state="confirmed",
+        users=33.7,
+        users_without_reuse=1.23,
+        users_without_prompt_cache=12.4,
+    )
+    assert users_words(cached) == (
+        "about 34 users at a time (1.2 with no prefix caching, 12 with the slots alone)"
+    )

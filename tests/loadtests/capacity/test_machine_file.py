@@ -46,7 +46,7 @@ def test_a_mixture_keeps_its_experts_and_a_file_without_them_has_none(tmp_path: 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"version": 3}, "version is 3. Run `crossover calibrate` again"),
+        ({"version": 4}, "version is 4. Run `crossover calibrate` again"),
         ({"models": []}, "models"),
         ({"taken_share": -3}, "taken_share must be at least 0, got -3"),
         ({"measured_on": "today"}, "measured_on"),
@@ -77,7 +77,7 @@ def test_no_machine_file_at_all(tmp_path: Path, text: bytes) -> None:
 
 def test_it_names_no_host_and_no_path() -> None:
     facts = hardware_facts()
-    encoded = msgspec.json.encode(hardware_of(facts, 1 << 30)).decode()
+    encoded = msgspec.json.encode(hardware_of(msgspec.to_builtins(facts), 1 << 30)).decode()
     assert facts.cpu_model in encoded
     assert "hostname" not in encoded and "kernel" not in encoded
     assert not [text for text in msgspec.json.decode(encoded).values() if str(text).startswith("/")]

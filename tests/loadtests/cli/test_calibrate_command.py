@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.machine_of_run import machine_of_run
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.cli.calibrate_command import (
     CalibrateOptions,
-    machine_file_of,
     plan_of,
     speeds_in_words,
 )
@@ -38,7 +38,8 @@ def measured(tmp_path: Path, step_seconds: float) -> Path:
 
 @pytest.mark.clock
 def test_the_step_times_of_a_real_server_are_in_the_file(tmp_path: Path) -> None:
-    found = machine_file_of(read_records(measured(tmp_path, 0.02)))
+    found, left_out = machine_of_run(read_records(measured(tmp_path, 0.02)))
+    assert left_out == []
     assert found.name.endswith(" cores")
     (one,) = found.models
     assert one.backend == "fake" and one.server.settings.slots == 4

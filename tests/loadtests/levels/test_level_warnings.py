@@ -120,6 +120,44 @@ def test_warnings_about_requests(
         assert text in found.text and is_valid([found]) is (weight is not SERIOUS)
 
 
+def grouped(index: int, chunks: int, group: int, step: float) -> RequestRecord:
+    """An answer of which `group` chunks arrive at a time, as a proxy with a buffer passes them on;
+    the server made one every `step` seconds.
+    """
+    stamps = [index + 0.1 + step * group * (1 + number // group) for number in range(chunks)]
+    return request(
+        index,
+        float(index),
+        tokens=chunks,
+        content_seconds=stamps,
+        first_content_seconds=stamps[0],
+        last_content_seconds=stamps[-1],
+        ended_seconds=stamps[-1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunks", "group", "step", "is_buffered"),
+    [
+        (64, 13, 0.02, True),  # a buffer of 4 KB
+        (64, 64, 0.02, True),  # the whole answer at once
+        (64, 1, 0.02, False),
+        (64, 4, 0.02, False),  # several tokens accepted at once, each in its own chunk
+        (15, 15, 0.02, False),  # too short to tell
+        (64, 64, 0.0001, False),  # a server that is as quick as that
+    ],
+)
+def test_a_proxy_that_collects_chunks_is_named(
+    chunks: int, group: int, step: float, is_buffered: bool
+) -> None:
+    seen = level([grouped(index, chunks, group, step) for index in range(10)])
+    warning = warned(seen).get("Buffered")
+    assert seen.is_collected == (warning is not None) == is_buffered
+    if warning is not None:
+        assert f"10 of 10 answers arrived in groups of about {group}:" in warning.text
+        assert "proxy_buffering off" in warning.advice and not warning.is_serious
+
+
 @pytest.mark.parametrize(
     ("samples", "code", "text"),
     [

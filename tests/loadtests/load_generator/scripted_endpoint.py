@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ Handler = Callable[[ReceivedRequest], bytes]
 
 
 @contextlib.contextmanager
-def scripted(handler: Handler) -> Iterator[str]:
+def scripted(handler: Handler, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The URL of an endpoint that runs until the block ends."""
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(listener, handler), daemon=True).start()
+    threading.Thread(target=_accept, args=(listener, handler, tls), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -62,16 +63,22 @@ def sse(*events: bytes, end: bytes = b"\n\n") -> bytes:
     )
 
 
-def _accept(listener: socket.socket, handler: Handler) -> None:
+def _accept(listener: socket.socket, handler: Handler, tls: ssl.SSLContext | None) -> None:
     while True:
         try:
             plain, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_serve, args=(plain, handler), daemon=True).start()
+        threading.Thread(target=_serve, args=(plain, handler, tls), daemon=True).start()
 
 
-def _serve(plain: socket.socket, handler: Handler) -> None:
+def _serve(plain: socket.socket, handler: Handler, tls: ssl.SSLContext | None) -> None:
+    if tls is not None:
+        try:
+            plain = tls.wrap_socket(plain, server_side=True)
+        except OSError:  # the client did not like the certificate, or has none
+            plain.close()
+            return
     with plain, plain.makefile("rb") as stream, contextlib.suppress(OSError):
         while first := stream.readline():
             method, path, _ = first.decode().split(" ", 2)

@@ -106,7 +106,7 @@ SERVERS: dict[str, tuple[Handler, str, str, int | None, int | None]] = {
 def test_a_server_is_identified_and_its_loaded_model_comes_first(name: str) -> None:
     handler, software, model, slots, kv_tokens = SERVERS[name]
     with scripted(handler) as url:
-        found = look_at(url)
+        found = look_at(Target(url=url))
         assert found is not None
         assert (found.software, found.models[0]) == (software, model)
         details = ask_details(Target(url=url), model)
@@ -139,7 +139,7 @@ def test_a_server_behind_a_key_is_known_with_its_key(monkeypatch: pytest.MonkeyP
         port = int(url.rpartition(":")[2])
         assert find_local_servers([port]) == [] and ports_that_need_a_key([port]) == [port]
         assert set(sent) == {None}, "whoever listens on a usual port gets no key"
-        found = look_at(url, "MY_KEY")
+        found = look_at(Target(url=url, api_key_env="MY_KEY"))
     assert found is not None and found.software == "vllm"
 
 

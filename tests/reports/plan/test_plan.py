@@ -1,22 +1,31 @@
 """A plan: forecast in, a ranking out; the rule, the staircases, and what is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import devices, priced_gpus
-from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
-from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
+from crossover.reports.plan.load_forecast import (
+    DAYS,
+    HOURS_A_MONTH,
+    Forecast,
+    day_loads,
+    trace_loads,
+)
+from crossover.reports.plan.plan_costs import MAX_ROWS, Plan, make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, read_question
 from crossover.reports.plan.plan_machines import (
     _measured_candidate,
     candidates_of,
     question_of_tables,
 )
+from crossover.reports.plan.plan_options import Candidate
 from crossover.reports.render.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
@@ -117,7 +126,7 @@ def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
     made = plan(0.9, HERE, *many)
     assert len(made.rows) == MAX_ROWS < len(made.options)
     assert '"kind": "crossover-plan"' in as_json(made)
-    assert len(as_text(made, 110).splitlines()) <= 21
+    assert len(as_text(made, 110).splitlines()) <= 22
 
 
 def test_a_month_has_its_hours() -> None:
@@ -126,6 +135,76 @@ def test_a_month_has_its_hours() -> None:
     assert sum(one.hours for one in forecast.loads) == pytest.approx(HOURS_A_MONTH)
     mean = day_loads(DAYS["people"], mean_rate=2.0)
     assert Forecast(mean).mean_rate == pytest.approx(2.0)
+
+
+def trace_of_three_hours(folder: Path, *, with_times: bool = True) -> Path:
+    """600 requests in the first hour, 1,800 in the second and 1,200 in the third."""
+    lines = []
+    for hour, count in enumerate((600, 1800, 1200)):
+        for number in range(count):
+            row: dict[str, float] = {"prompt_tokens": 100 + hour, "output_tokens": 10}
+            if with_times:
+                row["seconds"] = 3600 * hour + 3600 * number / count
+            lines.append(json.dumps(row))
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_a_trace_is_a_forecast_with_its_hours_and_lengths(tmp_path: Path) -> None:
+    trace_of_three_hours(tmp_path)
+    tables = {"model": "1b", "forecast": {"trace": "trace.jsonl"}}
+    question = read_question(tables, tmp_path)
+    rates = [load.rate for load in question.forecast.loads]
+    assert rates == pytest.approx([1800 / 3600, 1200 / 3600, 600 / 3600], rel=2e-3)
+    assert [load.hours for load in question.forecast.loads] == pytest.approx(
+        [HOURS_A_MONTH / 3] * 3
+    )
+    assert question.forecast.mean_rate == pytest.approx(1 / 3, rel=1e-3)
+    assert set(question.demand.lengths().prompt) <= {100, 101, 102}
+    tables["forecast"] = {"trace": "trace.jsonl", "peak_rate": 6.0}
+    scaled = read_question(tables, tmp_path).forecast
+    assert (scaled.peak_rate, scaled.loads[2].rate) == pytest.approx((6.0, 2.0), rel=3e-3)
+
+
+def test_a_trace_of_weeks_keeps_its_peak_and_its_mean() -> None:
+    generator = np.random.default_rng(0)
+    rates = generator.uniform(0.01, 0.1, 24 * 21)
+    rates[100] = 0.5
+    seconds = np.concatenate(
+        [3600 * hour + np.arange(0, 3600, 1 / rate) for hour, rate in enumerate(rates)]
+    )
+    forecast = Forecast(trace_loads(seconds))
+    assert len(forecast.loads) == 48
+    assert forecast.peak_rate == pytest.approx(0.5, rel=0.02)
+    assert forecast.mean_rate == pytest.approx(rates.mean(), rel=0.01)
+    assert sum(load.hours for load in forecast.loads) == pytest.approx(HOURS_A_MONTH)
+
+
+def test_a_trace_replaces_the_lengths_of_a_run(tmp_path: Path) -> None:
+    trace = trace_of_three_hours(tmp_path)
+    machines = [{"run": str(shown()[0])}]
+    tables = {"model": "1b", "forecast": {"trace": str(trace)}, "machines": machines}
+    question = question_of_tables(tables, tmp_path)
+    assert set(question.demand.lengths().prompt) <= {100, 101, 102}
+
+
+@pytest.mark.parametrize(
+    ("forecast", "message"),
+    [
+        ({"trace": "trace.jsonl"}, "forecast.trace = 'trace.jsonl' has no times of requests"),
+        ({"trace": "none.jsonl"}, "none.jsonl"),
+        ({"trace": "trace.jsonl", "day": "office"}, "leave out day and weekend"),
+        ({"trace": "trace.jsonl", "peak_rate": 1, "mean_rate": 1}, "got peak_rate and mean_rate"),
+    ],
+)
+def test_a_trace_that_is_no_forecast_is_refused(
+    tmp_path: Path, forecast: dict[str, object], message: str
+) -> None:
+    trace_of_three_hours(tmp_path, with_times=False)
+    with pytest.raises(BadPlan) as caught:
+        read_question({"model": "1b", "forecast": forecast}, tmp_path)
+    assert message in str(caught.value)
 
 
 def test_the_example_is_short_and_can_be_read() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from crossover.serving.capacity.binding_limit import (
     AS_GOOD,
+    COPY_SHARE,
     KIND_WORDS,
     REMEDIES,
     BindingLimit,
@@ -34,6 +35,7 @@ class World(NamedTuple):
     settings: SchedulerSettings
     prompt_tokens: int
     output_tokens: int
+    turns: int | None = None  # of a conversation; None: independent requests
 
     def server(self, **changes: object) -> Server:
         world = self._replace(**changes)  # type: ignore[arg-type]
@@ -42,6 +44,14 @@ class World(NamedTuple):
             max_prompt_tokens=world.prompt_tokens,
             max_output_tokens=world.output_tokens,
         )
+        if world.turns is not None:
+            workload = Workload(
+                prompt_tokens=world.prompt_tokens,
+                output_tokens=world.output_tokens,
+                turns=world.turns,
+                think_seconds=20.0,
+                turn_tokens=40,
+            )
         lengths = lengths_of(workload, COUNT, SEED)
         return Server(world.step_times, world.settings, lengths, count=COUNT)
 
@@ -72,6 +82,7 @@ WORLDS: dict[LimitKind, World] = {
     "context": World(step_times(5, 0.5, 0.01, 0.012), settings(), 2000, 200),
     "slots": World(step_times(30, 0.5, 0.05), settings(2), 64, 128),
     "kv_memory": World(step_times(30, 0.5, 0.05), settings(64, kv_tokens=2500), 512, 128),
+    "histories": World(step_times(8, 0.5, 1.5), settings(4, kv_tokens=8192), 200, 40, turns=8),
 }
 
 
@@ -82,7 +93,7 @@ def reliefs(world: World) -> dict[str, World]:
         halved = {name: getattr(world.step_times, name) / 2 for name in names}
         return world._replace(step_times=msgspec.structs.replace(world.step_times, **halved))
 
-    def more(**values: int) -> World:
+    def more(**values: float) -> World:
         return world._replace(settings=msgspec.structs.replace(world.settings, **values))
 
     found = {
@@ -92,7 +103,10 @@ def reliefs(world: World) -> dict[str, World]:
         "context": cheaper("context_token_seconds"),
         "slots": more(slots=2 * world.settings.slots),
     }
-    if world.settings.kv_tokens is not None:
+    if world.turns is not None:
+        copy_seconds = world.step_times.prompt_token_seconds * COPY_SHARE
+        found["histories"] = more(stored_tokens=10**7, copy_token_seconds=copy_seconds)
+    elif world.settings.kv_tokens is not None:
         found["kv_memory"] = more(kv_tokens=2 * world.settings.kv_tokens)
     return found
 
@@ -118,6 +132,24 @@ def test_the_limit_that_a_world_was_built_for_binds(kind: LimitKind) -> None:
     assert binding.missed_limit is not None
     assert words.lower().startswith(KIND_WORDS[kind].lower())
     assert kind in ("slots", "kv_memory") or REMEDIES[kind] in words
+
+
+def test_histories_that_fit_bind_nothing() -> None:
+    world = WORLDS["histories"]
+    stored = msgspec.structs.replace(world.settings, stored_tokens=10**7)
+    server = world.server(settings=stored)
+    binding = binding_limit(server, CHAT, server.crossing(CHAT))
+    assert binding.kind != "histories" and binding.lost_share is None
+    # Room for as many tokens as the sentence says is enough.
+    lossy = world.server()
+    binding = binding_limit(lossy, CHAT, lossy.crossing(CHAT))
+    assert binding.lost_share is not None and binding.lost_share > 0.1
+    assert binding.lifted_to is not None and binding.lifted_rate is not None
+    enough = world.server(
+        settings=msgspec.structs.replace(world.settings, stored_tokens=binding.lifted_to)
+    )
+    assert enough.crossing(CHAT) > 0.8 * binding.lifted_rate
+    assert f"{binding.lifted_to:,} tokens" in sentence_of(binding)
 
 
 def test_without_load_the_limit_that_single_requests_miss_binds() -> None:

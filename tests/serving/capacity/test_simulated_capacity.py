@@ -79,7 +79,7 @@ def test_an_slo_without_limits_is_met_until_the_server_is_saturated():
     server = Server(
         STEP_TIMES, POLICY, lengths_of(CHAT, QUICK_REQUESTS, SEED), count=QUICK_REQUESTS
     )
-    assert found.rate == pytest.approx(server.saturated_rate())
+    assert found.rate == pytest.approx(server.saturated_rate)
     assert found.rate > capacity().rate
 
 
@@ -102,7 +102,7 @@ def test_what_is_found_in_a_cache_need_not_be_computed():
 @pytest.mark.parametrize("workload", [CHAT, TALKS], ids=["requests", "conversations"])
 def test_a_rate_is_judged_alike_whether_or_not_the_simulation_stops_early(workload: Workload):
     lengths = lengths_of(workload, 300, 1)
-    saturated_rate = Server(STEP_TIMES, POLICY, lengths, count=300).saturated_rate()
+    saturated_rate = Server(STEP_TIMES, POLICY, lengths, count=300).saturated_rate
     verdicts = []
     for load in (0.3, 0.6, 0.8, 1.0, 1.5):
         stopping = Server(STEP_TIMES, POLICY, lengths, count=300)
@@ -110,3 +110,24 @@ def test_a_rate_is_judged_alike_whether_or_not_the_simulation_stops_early(worklo
         whole = Server(STEP_TIMES, POLICY, lengths, count=300)
         assert verdicts[-1] == (whole.share(load * saturated_rate, SLO) >= SLO.target)
     assert verdicts[0] and not verdicts[-1] and not stopping.played, "overload is not played on"
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.6])
+@pytest.mark.parametrize(
+    "settings",
+    [SchedulerSettings(slots=8, step_seconds_target=None), POLICY],
+    ids=["in slow motion", "with a step target"],
+)
+def test_simulations_of_one_server_serve_every_factor_of_its_step_times(
+    settings: SchedulerSettings, factor: float
+):
+    step_times = msgspec.structs.replace(STEP_TIMES, request_seconds=0.4)
+    slo = msgspec.structs.replace(SLO, ttft_seconds=1.2)
+    server = ServerModel(step_times, settings).simulated(Demand(CHAT), 1_000)
+    slower = ServerModel(step_times.slower(factor), settings).simulated(Demand(CHAT), 1_000)
+    assert server.rate_if_slower(slo, factor) == pytest.approx(slower.crossing(slo), rel=1e-6)
+
+
+def test_a_server_that_is_too_slow_for_single_requests_has_no_rate():
+    server = SERVER.simulated(Demand(CHAT), 300)
+    assert server.rate_if_slower(SLO, 20.0) == 0.0

@@ -65,9 +65,10 @@ def converse(
     settings: SchedulerSettings,
     options: dict[str, str],
     prompt_cache_bytes: int = 0,
+    has_salts: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """TTFT and reused tokens of each turn, by the server's own scheduler: users send the answers
-    back that it gave them."""
+    back that it gave them. `has_salts`: each conversation is a tenant's of its own."""
     turns = lengths.turns
     assert turns is not None
     config = EngineConfig(
@@ -101,7 +102,12 @@ def converse(
             rng = np.random.default_rng([one, 3])
             prompts[one] = before + rng.integers(3, 8192, new).tolist()
             answers[one] = []
-            request = GenerationRequest(prompts[one], int(lengths.output[one]), ignore_eos=True)
+            request = GenerationRequest(
+                prompts[one],
+                int(lengths.output[one]),
+                ignore_eos=True,
+                cache_salt=str(turns.session[one]) if has_salts else "",
+            )
             assert engine.add(Submit(len(submitted), request)) is None
             submitted.append(one)
         sequences = {sequence.id: sequence for sequence in engine.waiting}
@@ -175,6 +181,33 @@ def test_the_prompt_cache_is_the_engines_own(stored_tokens, gap_seconds, found_s
         STEPS, settings, due[turns.session], lengths.prompt, lengths.output, turns=turns
     )
     assert cached.sum() > found_share * lengths.prompt.sum()
+    assert played.cached.sum() == pytest.approx(cached.sum(), rel=0.03)
+    assert (played.cached == cached).mean() > 0.9
+    assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)
+
+
+def test_conversations_of_tenants_with_salts_are_simulated_without_a_shared_prefix():
+    """A campaign measures how many tokens the first turns of conversations find in the cache. If
+    each conversation has a salt of its own, that is 0, and the simulation plays it so."""
+    token_bytes, context_tokens = 1 << 14, 2048
+    sent = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind="any prefix"))
+    simulated = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind="any prefix", shared_tokens=0))
+    turns = sent.turns
+    assert turns is not None and turns.shared_tokens == 60
+    due = np.cumsum(np.random.default_rng(5).exponential(8.0, turns.session[-1] + 1))
+    settings = SchedulerSettings(slots=3, step_seconds_target=0.2)
+    size = (5000 + context_tokens) * token_bytes
+    options = {"token_bytes": str(token_bytes)}
+    ttft, cached = converse(sent, due[turns.session], settings, options, size, has_salts=True)
+    assert cached[turns.number == 0].max() == 0
+    played = simulate(
+        STEPS,
+        msgspec.structs.replace(settings, stored_tokens=5000),
+        due[turns.session],
+        simulated.prompt,
+        simulated.output,
+        turns=simulated.turns,
+    )
     assert played.cached.sum() == pytest.approx(cached.sum(), rel=0.03)
     assert (played.cached == cached).mean() > 0.9
     assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)

@@ -172,6 +172,7 @@ def chat(url: str, users: int, turns: int) -> list[tuple[str, int]]:
     for turn in range(turns):
         for history in histories:
             body = {"prompt": history, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+            body["cache_salt"] = "of all users"
             answer = complete(port_of(url), model="fake", **body).json
             usage = answer["usage"]
             computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
@@ -182,13 +183,14 @@ def chat(url: str, users: int, turns: int) -> list[tuple[str, int]]:
 
 def test_a_prompt_cache_gives_what_a_slot_for_each_user_gives(tmp_path: Path) -> None:
     common = ("--context", "256", "--option", "token_bytes=65536")
-    cached = ("--slots", "2", "--prompt-cache", "80MiB")  # 16 MiB of it for copies
+    cached = ("--slots", "2", "--prompt-cache", "80MiB", "--require-cache-salt")
     folders = [tmp_path / "cached", tmp_path / "slots"]
     for folder in folders:
         folder.mkdir()
     with server(folders[0], *common, *cached) as one:
         url = one.wait_ready()["url"]
         with_cache = chat(url, users=5, turns=3)
+        assert complete(port_of(url), model="fake", prompt=[3] * 100).status == 400  # no salt
         placed = get(url, "/v1/placement").json
         found = scraped(get(url, "/metrics").body)
         assert "prompt cache 80 MiB" in one.log.read_text()
@@ -196,7 +198,7 @@ def test_a_prompt_cache_gives_what_a_slot_for_each_user_gives(tmp_path: Path) ->
         with_slots = chat(one.wait_ready()["url"], users=5, turns=3)
     assert with_cache == with_slots
     assert [computed for _, computed in with_cache] == [100] * 5 + [20] * 10
-    assert placed["engine"]["stored_tokens"] == 1024
+    assert placed["engine"]["stored_tokens"] == 1024  # 16 MiB of the 80 are for copies
     assert placed["memory"]["predicted"]["prompt_cache_bytes"] == 80 << 20
     assert placed["prompt_cache"]["sequences"] == 3
     assert 0 < found["prompt_cache_used_bytes",] < 64 << 20

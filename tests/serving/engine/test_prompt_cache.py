@@ -207,6 +207,34 @@ def test_a_cache_without_room_for_a_context_is_off() -> None:
     assert scheduler.settings.stored_tokens == 300
 
 
+def test_memory_is_made_ready_in_idle_time_or_when_it_is_needed() -> None:
+    scheduler, _ = make_cached(2000, slots=1)
+    assert scheduler.settings.stored_tokens == 2000, "all of it counts from the start"
+    index = scheduler._slots.prompt_cache._index  # type: ignore[union-attr]
+    start_tokens = index.capacity
+    assert start_tokens < 2000
+    assert scheduler.prepare_memory() and start_tokens < index.capacity < 2000
+    chats = Chats(scheduler, users=6)
+    for user in [*range(6)] * 2:
+        chats.turn(user)
+    assert stats_of(scheduler).dropped_tokens == 0, "more was made ready instead"
+    while scheduler.prepare_memory():
+        pass
+    assert index.capacity == 2000
+    assert [chats.turn(user) for user in range(6)] == [10] * 6
+
+
+def test_an_engine_without_memory_for_its_prompt_cache_serves_without_one() -> None:
+    scheduler, _ = make(slots=1, prompt_cache_bytes=1 << 60)
+    chats = Chats(scheduler, users=2)
+    for user in (0, 1):
+        chats.turn(user)
+    assert min(chats.turn(user) for user in (0, 1)) > 90, "both compute their histories again"
+    assert scheduler.stats().prompt_cache is None
+    assert scheduler.settings.stored_tokens == 0
+    assert not scheduler.prepare_memory()
+
+
 def test_an_index_drops_what_was_used_least_recently_and_never_the_pinned_one() -> None:
     index = StoredSequences[str](10)
     assert index.add("a", 4) == [] and index.add("b", 4) == []

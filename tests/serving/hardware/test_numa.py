@@ -21,7 +21,8 @@ from crossover.serving.hardware.cpu_topology import cores_text, physical_of, spl
 from crossover.serving.hardware.numa import (
     allocate_memory_on,
     bytes_by_node,
-    misplaced_memory,
+    memory_share_on,
+    misplaced_words,
     numa_nodes,
     run_on,
 )
@@ -255,7 +256,7 @@ def test_pages_are_counted_by_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pages", "nodes", "expected"),
     [
-        ("N0=60 N1=40", (0,), "only 60 % of the memory lies on NUMA node 0"),
+        ("N0=60 N1=40", (0,), "only 60 % of the engine's memory lies on its NUMA node"),
         ("N0=96 N1=4", (0,), ""),
         ("N0=60 N1=40", (0, 1), ""),  # in turns
         ("N0=60 N1=40", (), ""),
@@ -268,5 +269,5 @@ def test_an_engine_whose_memory_lies_elsewhere_says_so(
     file = tmp_path / "proc/self/numa_maps"
     file.parent.mkdir(parents=True)
     file.write_text(f"7f00 bind:0 anon=100 dirty=100 {pages} kernelpagesize_kB=4\n")
-    warning = misplaced_memory(nodes, tmp_path)
+    warning = misplaced_words(memory_share_on(nodes, root=tmp_path))
     assert warning.startswith(expected) and bool(warning) == bool(expected)

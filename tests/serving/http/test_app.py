@@ -108,7 +108,7 @@ def test_every_option_of_a_request_reaches_the_engine(
         "repetition_penalty": 1.1,
     }
     rest: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop": ["END", "STOP"]}
-    rest |= {"stop_token_ids": [7], "ignore_eos": True}
+    rest |= {"stop_token_ids": [7], "ignore_eos": True, "cache_salt": "of a tenant"}
     more: dict[str, Any] = {"include_stop_str_in_output": True, "deadline_seconds": 5.0}
     complete(port, logit_bias={"5": -3.5}, **more, **drawn, **rest)
     (submit,) = supervisor.submitted

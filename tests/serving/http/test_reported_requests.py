@@ -204,3 +204,23 @@ def test_metrics_need_a_key_unless_they_are_open() -> None:
             assert ask(port, "GET", "/metrics").status == status
             assert ask(port, "GET", "/health").status == 200
             assert ask(port, "GET", "/v1/models").status == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_server_that_requires_a_cache_salt_refuses_requests_without_one(path: str) -> None:
+    key = {"Authorization": "Bearer key"}
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/completions": {"prompt": "hi"},
+    }
+    body = bodies[path] | {"max_tokens": 2}
+    with served(app_with(requires_cache_salt=True)) as port:
+        refused = ask(port, "POST", path, body, key)
+        assert refused.status == 400 and refused.json["error"]["param"] == "cache_salt"
+        assert "--require-cache-salt" in refused.json["error"]["message"]
+        assert ask(port, "POST", path, body | {"cache_salt": "of a"}, key).status == 200
+        empty = ask(port, "POST", path, body | {"cache_salt": ""}, key)
+        assert empty.status == 400 and empty.json["error"]["param"] == "cache_salt"
+        assert ask(port, "POST", "/tokenize", {"prompt": "hi"}, key).status == 200
+    with served(app_with()) as port:
+        assert ask(port, "POST", path, body, key).status == 200

@@ -70,11 +70,28 @@ def test_retry_after_is_whole_seconds_and_milliseconds() -> None:
     [(b"1.0," * 400_000, False), (b"1.0," * 900_000, True), (b"7," * 1_900_000, True)],
     ids=["400,000 floats", "900,000 floats", "1,900,000 ids"],
 )
-def test_many_values_cost_bounded_time(values: bytes, is_refused: bool) -> None:
+def test_many_numbers_cost_bounded_time(values: bytes, is_refused: bool) -> None:
     body = b'{"prompt":[' + values.rstrip(b",") + b"]}"
     started = time.process_time()
     try:
         assert len(decode(COMPLETION, body).prompt) == 400_000 and not is_refused
     except ApiError as problem:
         assert is_refused and "more than 500000 values" in problem.body.error.message
+    assert time.process_time() - started < (0.1 if is_refused else 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "is_refused"),
+    [("a", 99_000, False), ("a", 101_000, True), ('"\\' * 200_000, 2, False)],
+    ids=["99,000 texts", "101,000 texts", "quotes within a text"],
+)
+def test_the_texts_of_a_body_are_counted_before_they_are_decoded(
+    text: str, count: int, is_refused: bool
+) -> None:
+    body = json.dumps({"prompt": [text] * count}).encode()
+    started = time.process_time()
+    try:
+        assert len(decode(COMPLETION, body).prompt) == count and not is_refused
+    except ApiError as problem:
+        assert is_refused and "more than 100000 texts" in problem.body.error.message
     assert time.process_time() - started < (0.1 if is_refused else 2)

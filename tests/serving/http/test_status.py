@@ -87,7 +87,12 @@ def test_placement_shows_what_runs_where(supervisor: FakeSupervisor) -> None:
     found = answer.json
     assert found["explanation"] == placed
     assert (found["engine"]["backend"], found["engine"]["device"]) == ("fake", "cpu")
-    assert found["memory"] == {"predicted": None, "rss_bytes": 10_000, "peak_rss_bytes": 20_000}
+    assert found["memory"] == {
+        "predicted": None,
+        "rss_bytes": 10_000,
+        "peak_rss_bytes": 20_000,
+        "share_on_nodes": None,
+    }
     assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
     assert "model_path" not in found["engine"] and "tokenizer_path" not in found["engine"]
 

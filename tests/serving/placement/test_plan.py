@@ -84,7 +84,7 @@ def test_auto_without_a_gpu_chooses_the_cpu_and_explains_it() -> None:
 
 
 def test_a_prompt_cache_is_part_of_the_memory_and_the_first_to_get_less() -> None:
-    without = planned(SMALL, machine())
+    without = planned(SMALL, machine(), prompt_cache_bytes=0)
     cached = planned(SMALL, machine(), prompt_cache_bytes=GIB)
     assert cached.memory.prompt_cache_bytes == GIB
     assert cached.need_bytes == without.need_bytes + GIB
@@ -94,6 +94,24 @@ def test_a_prompt_cache_is_part_of_the_memory_and_the_first_to_get_less() -> Non
     assert reduced.fits and reduced.settings == without.settings
     assert 0.4 * GIB < reduced.memory.prompt_cache_bytes < 0.5 * GIB
     assert "prompt cache reduced from 1 GiB to" in "\n".join(explain(reduced))
+
+
+def test_the_default_prompt_cache_takes_a_quarter_of_what_is_left() -> None:
+    without = planned(SMALL, machine(), prompt_cache_bytes=0)
+    assert without.memory.prompt_cache_bytes == 0
+    large = planned(SMALL, machine())
+    assert large.memory.prompt_cache_bytes == 4 * GIB
+    assert large.need_bytes == without.need_bytes + 4 * GIB and not causes(large)[1:]
+    small = planned(SMALL, machine(memory_gib=4))
+    left_bytes = 0.95 * 4 * GIB - without.need_bytes
+    assert small.memory.prompt_cache_bytes == pytest.approx(left_bytes / 4, abs=2)
+    assert small.settings == without.settings, "the context is not shortened for it"
+    tiny = planned(SMALL, machine(), context_tokens=128, slots=4)
+    assert tiny.memory.prompt_cache_bytes == 8 * tiny.memory.kv_bytes < 4 * GIB
+    for options in ({"backend": "torch"}, {"prefix_reuse": False}):
+        placement = planned(SMALL, machine(), **options)
+        assert placement.memory.prompt_cache_bytes == 0
+        assert "prompt cache" not in "\n".join(explain(placement)), "nobody requested one"
 
 
 @pytest.mark.parametrize(
@@ -179,6 +197,7 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     assert placement.memory.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
     cache, buffers = placement.memory.kv_bytes, placement.memory.buffer_bytes
     parts = placement.memory.weight_bytes, cache, buffers, placement.memory.overhead_bytes
+    parts += (placement.memory.prompt_cache_bytes,)
     assert placement.need_bytes == sum(parts) and min(parts) > 0
     few = planned(EIGHT, machine(), context_tokens=100, kv_tokens=123)
     assert few.memory.kv_bytes == 123 * token_bytes
