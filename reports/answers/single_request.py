@@ -58,7 +58,7 @@ def single_request_of(cell: CellData) -> SingleRequest | None:
     server = cell.calibrated.simulated(cell.traffic.demand)
     if server.lengths.turns is not None:
         return None
-    prompts, first_drawn = np.unique(server.lengths.prompt, return_index=True)
+    prompts, first_drawn = np.unique(server.lengths.prompt.astype(float), return_index=True)
     ttft = server.unloaded().ttft[first_drawn]
     mean_tokens = float(server.lengths.prompt.mean())
     streams = [level.undisturbed for level in cell.single_stream_levels if level.counts]

@@ -469,7 +469,7 @@ def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -
         memory = attempt.memory
         growing_bytes = memory.kv_bytes + memory.state_bytes + memory.buffer_bytes
         other_bytes = attempt.need_bytes - memory.prompt_cache_bytes
-        has_room = other_bytes + request.prompt_cache_bytes <= attempt.free_bytes
+        has_room = other_bytes + (request.prompt_cache_bytes or 0) <= attempt.free_bytes
         return has_room and growing_bytes <= KV_SHARE * attempt.free_bytes
 
     more = [count for count in SLOT_COUNTS if default_slots < count <= MAX_CPU_SLOTS]
