@@ -136,7 +136,7 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
     machines += [{"file": str(path.absolute())} for path in options.machine or []]
     measured = read_machines(options.machines or [])  # to rent: their prices are in the files
     measured_files = dict.fromkeys(str(machine.path.absolute()) for machine in measured)
-    machines += [{"file": file, "owned": 0, "is_paid": False} for file in measured_files]
+    machines += [{"file": file, "owned": 0} for file in measured_files]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
