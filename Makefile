@@ -33,7 +33,7 @@ LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_AR
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 PACKAGES = models serving loadtests reports
-.PHONY: links demo test test-slow test-lowest scale-test test-vulkan soak llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: links demo test test-slow test-lowest scale-test test-vulkan test-aarch64 soak llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
@@ -45,9 +45,10 @@ help:
 	@echo "  make test-lowest     run the tests with the lowest package versions that pyproject.toml allows"
 	@echo "  make scale-test      test replicas on a Ray cluster of this machine (installs 600 MB)"
 	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
-	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
-	@echo "                       AIPerf and vllm bench serve against this server (installs 4 GB)"
+	@echo "  make clients         test the clients of docs/clients.md, GuideLLM, AIPerf and vllm bench serve"
+	@echo "                       against this server (installs 5 GB)"
 	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
+	@echo "  make test-aarch64    run doctor, a report and unit tests on an emulated aarch64 (Debian 12, root)"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
 	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"
@@ -99,9 +100,12 @@ test-vulkan:
 	ls /dev/dri/renderD* /dev/nvidiactl 2>/dev/null | grep -q . || export GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0}; \
 	$(VULKAN_VENV)/bin/python -m pytest -m vulkan tests/serving/backends/test_vulkan.py
 
+test-aarch64: $(STAMP)
+	@PYTHON=$(abspath $(BIN)/python) tests/aarch64/check.sh
+
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh
-	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py
+	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py tests/end_to_end/test_agents.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -184,6 +184,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # As it was calibrated, slowed down by the factor that the load levels showed. None: there is no
     # step-time model.
     server: ServerModel | None = None
+    calibrated: ServerModel | None = None  # that server without load, as it was calibrated
     traffic: Traffic | None = None  # None: the run does not record the lengths of its requests
     memory: Memory = Memory()
     ready: CellReady | None = None  # the event of its last server
@@ -191,6 +192,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     engine_choice: EngineChosen | None = None  # None: the campaign named its engine
     slots_choice: SlotsChosen | None = None  # None: its slots were not chosen
     are_slots_set: bool = False  # by the campaign
+    is_endpoint: bool = False  # it ran already, and was not started by the campaign
     never_idle_reason: str = ""  # "": the machine was idle before the configuration was measured
 
     @property
@@ -506,14 +508,16 @@ def _cell_of(
     ready = _last(events, CellReady)
     info = (ready or CellReady(cell=key)).info
     engine_choice = _last(events, EngineChosen)
+    slots_choice = _last(events, SlotsChosen)
     requested = entry if engine_choice is None else msgspec.structs.asdict(engine_choice)
     weight_format = str(info.weight_format or requested.get("weight_format") or "")
     state, reason = _state(events, levels)
     search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
     device = device_of(entry.get("device"), ready)
     min_level_seconds = search.level_seconds_on(device)
-    calibrated = _last(events, Calibrated)
-    server = None if calibrated is None else calibrated.server
+    last_calibrated = _last(events, Calibrated)
+    calibrated = None if last_calibrated is None else last_calibrated.server
+    server = calibrated
     capacity = None
     if slo.is_same_promise(_campaign_part(run.manifest, "slo", Slo)):
         capacity = _journal_capacity(events)
@@ -537,7 +541,7 @@ def _cell_of(
         backend=str(info.name or requested.get("backend") or ""),
         device=device,
         engine=str(entry.get("engine") or ""),
-        slots=info.slots or entry.get("slots"),
+        slots=info.slots or (slots_choice and slots_choice.slots) or entry.get("slots"),
         cores=cores if isinstance(cores, int) else None,
         state=state,
         reason=reason,
@@ -549,13 +553,15 @@ def _cell_of(
         capacity=capacity,
         min_level_seconds=min_level_seconds,
         server=server,
+        calibrated=calibrated,
         traffic=None if demand is None else Traffic(demand, server),
         memory=_memory(info.predicted or {}, samples, device),
         ready=ready,
         load_seconds=tuple(seconds for seconds in load_seconds if seconds is not None),
         engine_choice=engine_choice,
-        slots_choice=_last(events, SlotsChosen),
+        slots_choice=slots_choice,
         are_slots_set=entry.get("slots") is not None,
+        is_endpoint=entry.get("url") is not None,
         never_idle_reason="" if never_quiet is None else never_quiet.reason,
     )
 

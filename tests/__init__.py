@@ -5,5 +5,6 @@ import os
 
 os.environ.setdefault(
     "CROSSOVER_BACKENDS",
-    "fake=tests.fake_backend:FakeBackend,scripted_text=tests.scripted_backend:ScriptedBackend",
+    "fake=tests.fake_backend:FakeBackend,scripted_text=tests.scripted_backend:ScriptedBackend,"
+    "tool_calling=tests.scripted_backend:ToolCallingBackend",
 )

@@ -102,6 +102,7 @@ class FakeBackend:
     """See crossover.serving.backends.backend_interface.Backend."""
 
     options_type: type[FakeOptions] = FakeOptions
+    peak = 12.0  # logit of the token that it would like to write; the others are near 0
 
     @classmethod
     def row(cls) -> BackendSpec:
@@ -229,7 +230,7 @@ class FakeBackend:
         for index, row in enumerate(rows):
             offset = self._kv[row.slot][-1] % self._options.vocabulary
             logits[index] = self._base[offset : offset + self._options.vocabulary]
-            logits[index, self._greedy(row)] = 12.0
+            logits[index, self._greedy(row)] = self.peak
         return sample(logits, rows)
 
     def _greedy(self, row: Row) -> int:

@@ -24,6 +24,7 @@ from crossover.loadtests.cli.load_command import CommandOptions
 from crossover.loadtests.levels import level_warnings
 from crossover.reports.devices.device_catalog import read_devices
 from crossover.reports.plan.plan_file import BadPlan, PlanFile
+from crossover.serving.cli.command_of_options import parse_options
 from crossover.serving.errors import ServingError
 from crossover.serving.faults import converted
 from crossover.serving.http.body_types import CHAT, COMPLETION, decode
@@ -119,7 +120,8 @@ def test_symbols_named_in_the_docs_exist() -> None:
 
 def _commands(text: str) -> Iterator[list[str]]:
     """The words of each command that a page shows, behind `crossover`."""
-    for line in re.findall(r"^\s*(?:\w+=\S+ )?(crossover .+)$", text, re.M):
+    joined = re.sub(r"\\\n\s*", "", text)
+    for line in re.findall(r"^\s*(?:\w+=\S+ )?(crossover .+)$", joined, re.M):
         words = shlex.split(line, comments=True)
         ends = [at for at, word in enumerate(words) if word in ("&&", "|", ";", "&")]
         for start, end in pairwise([-1, *ends, len(words)]):
@@ -140,6 +142,7 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             given = {
                 key: value for key, value in context.params.items() if value not in (None, [], ())
             }
+            given["headers"] = parse_options(given.get("headers", ()), "--header", are_texts=True)
             converted(given, CommandOptions, ServingError)
 
 

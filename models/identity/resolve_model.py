@@ -50,7 +50,7 @@ from crossover.models.identity.model_ladder import (
 )
 from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.models.text.tokenizer import write_shipped
+from crossover.models.text.tokenizer import check_has_tokenizer, write_shipped
 from crossover.models.weights.random_weights import GENERATOR
 from crossover.models.weights.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
 from crossover.models.weights.weight_formats import DEFAULT_FORMATS, normalized_format
@@ -283,6 +283,7 @@ def _folder(
             f"{path.name} is a folder, but llama_cpp needs a GGUF file. Give one (on the hub: "
             "org/name:file.gguf), or use --backend onnx or torch, which read safetensors."
         )
+    check_has_tokenizer(path / "tokenizer.json")  # before a conversion that may take minutes
     spec, stored_format = model.spec, model.weight_format
     assert spec is not None
     if kind == "hf":

@@ -38,7 +38,6 @@ _SUPPORTED_VALUES: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "attention_out_bias": False,
-    "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
 
@@ -83,8 +82,8 @@ def v4_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_dense(config: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModel for a model that neither onnx nor torch serves. The message says what
-    serves it."""
+    """Raise UnsupportedModel for a model or a weight format that neither onnx nor torch serves. The
+    message says what would do."""
     kind = _unsupported_kind(config)
     if kind:
         family = config.get("model_type")
@@ -93,6 +92,25 @@ def check_dense(config: dict[str, Any], name: str) -> None:
             f"{name} is {kind} (model_type {family!r}), but onnx and torch serve only dense models "
             f"that generate text.{instead}"
         )
+    if method := _quantization(config):
+        raise UnsupportedModel(
+            f"{name} has quantized weights ({method}, by config.json), which neither onnx nor "
+            "torch reads. Use the folder of the same model in 16 bits, of which onnx makes 8 or 4 "
+            f"bits, or {_GGUF}."
+        )
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    """Return the method with which the folder's weights are quantized (fp8, gptq, awq,
+    bitsandbytes, compressed-tensors ...); "": they are not."""
+    for key in ("quantization_config", "compression_config"):
+        settings = config.get(key)
+        if isinstance(settings, dict) and settings:
+            method = settings.get("quant_method")
+            return method if isinstance(method, str) and method.isprintable() else key
+        if settings:
+            return key
+    return ""
 
 
 def _unsupported_kind(config: dict[str, Any]) -> str:

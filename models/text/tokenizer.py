@@ -39,6 +39,8 @@ DATA = Path(__file__).parents[1] / "data"
 SHIPPED = DATA / "tokenizer.json"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHIPPED_MARK = "8a2f6821d3c6"  # its blake2b digest; weights made with another one are made again
+# Files from which transformers makes a tokenizer.json: of sentencepiece, Mistral and GPT-2.
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json")
 BYTES = 256
 TRIAL_SECONDS = 60  # time limit of a trial, which takes two seconds with the largest vocabularies
 # Characters whose UTF-8 has every byte that text can have. If a vocabulary lacks one of them and
@@ -57,9 +59,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file() and (path.suffix == ".gguf" or is_gguf_file(path)):
         return GgufTokenizer(path)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UnknownModel(f"{str(path)!r} has no tokenizer: no tokenizer.json and no GGUF file")
+    check_has_tokenizer(file)
     return HfTokenizer(file)
+
+
+def check_has_tokenizer(file: Path) -> None:
+    """Raise UnknownModel unless `file`, a tokenizer.json, is there. The message says how to make
+    one."""
+    if file.is_file():
+        return
+    others = [name for name in OTHER_TOKENIZERS if (file.parent / name).is_file()]
+    has_others = f", only {others[0]}" if others else ""
+    raise UnknownModel(
+        f"{str(file.parent)!r} has no tokenizer: no {file.name}{has_others}. Make it with "
+        "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or use the "
+        "model's GGUF file, which has its tokenizer in it"
+    )
 
 
 def try_tokenizer(path: Path) -> None:

@@ -92,6 +92,8 @@ def export_graph(source: Path, folder: Path, weight_format: str, progress: Progr
             (staged / file.name).symlink_to(file.resolve())
         try:
             run_in_child(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
+        except UnsupportedModel:
+            raise
         except ModelError as problem:
             why = f"optimum could not export {source.name}: {problem}"
             raise BrokenWeights(why) from problem
@@ -104,10 +106,25 @@ def _export(source: Path, scratch: Path, weight_format: str, progress: object = 
     os.environ["HF_HUB_OFFLINE"] = "1"
     from onnxruntime.quantization import quantize_dynamic
     from optimum.exporters.onnx import main_export
+    from transformers import CONFIG_MAPPING
 
+    family = read_config(source).get("model_type")
+    instead = "Use the model's GGUF file (on the hub: org/name:file.gguf), if llama.cpp knows it."
+    if family not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"The installed transformers does not know model_type {family!r}, so that nothing here "
+            f"can read this folder. {instead}"
+        )
     task = "text-generation-with-past"
     settings = {"do_validation": False, "local_files_only": True, "device": "cpu"}
-    main_export(str(source), str(scratch / "fp32"), task=task, **settings)
+    try:
+        main_export(str(source), str(scratch / "fp32"), task=task, **settings)
+    except ValueError as problem:
+        if "unsupported architecture" not in str(problem):
+            raise
+        raise UnsupportedModel(
+            f"optimum cannot export model_type {family!r} to ONNX. {instead}"
+        ) from problem
     if weight_format == "int8":
         (scratch / "int8").mkdir()
         quantize_dynamic(

@@ -18,6 +18,7 @@ from crossover.models import formatting
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.headline import machine_words
 from crossover.reports.answers.model_answers import Grade, ModelAnswer
+from crossover.reports.answers.single_request import single_request_of
 from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.binding_limit import sentence_of
@@ -131,12 +132,7 @@ def _model_detail(answer: ModelAnswer) -> str:
     details = [f"{answer.cell.size_words} parameters"]
     if any(cell.ready is not None and cell.ready.synthetic for cell in answer.cells):
         details.append("random weights: speed and memory are real, the text is noise")
-    for cell in answer.cells:
-        where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
-        if cell.slots:
-            details.append(f"{cell.slots} slots{where}{_origin_of_slots(cell)}")
-        if cell.engine_choice is not None:
-            details.append(cell.engine_choice.reason)
+    details += [cell.engine_choice.reason for cell in answer.cells if cell.engine_choice]
     return "; ".join(details)
 
 
@@ -158,25 +154,42 @@ def _origin_of_slots(cell: CellData) -> str:
 
 
 def _engine_cell(cell: CellData) -> TableCell:
-    return TableCell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words)
+    """Return `onnx int8, 16 slots`."""
+    if cell.state in ("not_started", "skipped"):
+        return TableCell(text="–")
+    if not cell.slots:
+        return TableCell(text=cell.engine_words)
+    origin = _origin_of_slots(cell)
+    return TableCell(
+        text=f"{cell.engine_words}, {cell.slots} slots",
+        detail=origin and f"{cell.slots} slots{origin}",
+    )
 
 
 class SingleStreamTimes(NamedTuple):
-    """The median times of single requests in words, and how they are known."""
+    """The times of single requests in words, and how they are known: TTFT at the mean prompt by the
+    step times, or else the measured medians."""
 
     words: str  # `83 ms, 12 ms`: TTFT, TPOT
     origin: str  # "": they are not known
 
 
 def single_stream_times(cell: CellData) -> SingleStreamTimes:
-    """Return the measured medians of TTFT and TPOT. Where single requests were sent and none was
-    answered, return the simulated ones."""
+    """Return TTFT at the mean prompt by the step times, or the measured median if there are none,
+    and the measured median of TPOT. Where single requests were sent and none was answered, return
+    the simulated medians."""
     measured = cell.single_stream
     if measured is not None and measured.ttft_seconds is not None:
         requests = "1 request" if measured.requests == 1 else f"{measured.requests} requests"
+        medians = f"medians of {requests} sent one at a time"
+        single = single_request_of(cell)
+        if single is None:
+            times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
+            return SingleStreamTimes(times, f"measured: {medians}")
+        measured_times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
         return SingleStreamTimes(
-            _times_in_words(measured.ttft_seconds, measured.tpot_seconds),
-            f"measured: medians of {requests} sent one at a time",
+            _times_in_words(single.mean_ttft_seconds, measured.tpot_seconds),
+            f"{single.words}, by the step times{single.check_words} ({medians}: {measured_times})",
         )
     simulated = _simulated_single_stream(cell)
     if measured is None or simulated is None:

@@ -82,10 +82,9 @@ def _doubling_cost(cell: CellData) -> float:
 
 def _slots_option(cell: CellData) -> str:
     """Return how the server is told its slots; "": not known."""
-    if cell.engine:
-        return "`slots = {slots}` in [server] of the campaign"
-    is_endpoint = cell.ready is not None and cell.ready.layout is None
-    if cell.backend in BACKENDS and not is_endpoint:
+    if cell.engine:  # whose command has the number if it takes one
+        return "`slots = {slots}` in [server] of the campaign" if cell.are_slots_set else ""
+    if not cell.is_endpoint:
         return "`slots = {slots}` in [server] of the campaign, or leave it out to have them chosen"
     if cell.backend in BACKENDS:
         return "`crossover serve --slots {slots}`"

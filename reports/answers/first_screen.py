@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from crossover.loadtests.capacity.capacity_text import reuse_words, users_words
+from crossover.models import formatting
 from crossover.reports.answers.answer_table import (
     Column,
     TableCell,
@@ -27,6 +28,7 @@ from crossover.reports.answers.energy_and_cost import cost_lines
 from crossover.reports.answers.headline import basis, headline
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.answers.report_warnings import alerts_of
+from crossover.reports.answers.single_request import single_request_of
 from crossover.reports.report_data import ReportData
 from crossover.serving.capacity.binding_limit import sentence_of
 
@@ -57,7 +59,16 @@ def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstSc
         columns=columns_of(data),
         rows=rows,
         table_note=no_capacity_note(rows),
-        lines=tuple(filter(None, (_binding_line(data, answers), *cost_lines(data, answers)))),
+        lines=tuple(
+            filter(
+                None,
+                (
+                    _single_request_line(answers),
+                    _binding_line(data, answers),
+                    *cost_lines(data, answers),
+                ),
+            )
+        ),
     )
 
 
@@ -82,6 +93,25 @@ def _prefix_reuse_sentence(data: ReportData, answers: Sequence[ModelAnswer]) -> 
             sentence = f"{sentence.removesuffix('.')}, which serves {users}."
         sentences.append(sentence)
     return " ".join(filter(None, sentences))
+
+
+def _single_request_line(answers: Sequence[ModelAnswer]) -> str:
+    """Return the TTFT of single requests at stated lengths; "" where no step times are known."""
+    cells = [cell for answer in answers for cell in answer.cells]
+    known = [(cell, single) for cell in cells if (single := single_request_of(cell)) is not None]
+    if not known:
+        return ""
+    _, first = known[0]
+    times = [
+        f"{cell.name} {formatting.seconds(single.mean_ttft_seconds)} and "
+        f"{formatting.seconds(single.longest_ttft_seconds)}"
+        for cell, single in known
+    ]
+    return (
+        f"TTFT of a single request with the mean prompt ({first.mean_prompt_tokens:.0f} tokens) "
+        f"and the longest ({first.longest_prompt_tokens:,} tokens), by the step times: "
+        f"{'; '.join(times)}."
+    )
 
 
 def _binding_line(data: ReportData, answers: Sequence[ModelAnswer]) -> str:

@@ -16,11 +16,13 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.calibration_bursts import max_concurrent_streams
+from crossover.loadtests.capacity.capacity_text import disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import choose_takeover
+from crossover.reports.answers.single_request import SingleRequest, single_request_of
 from crossover.reports.report_data import GPU, CellData, ReportData
 from crossover.serving.capacity.binding_limit import BindingLimit
 from crossover.serving.capacity.slo import Slo
@@ -68,6 +70,7 @@ class QuickAnswer(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0  # sent one at a time; the two times below are their medians
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    single_request: SingleRequest | None = None  # TTFT at stated lengths; None: not known
     grade: Literal["estimated", "not measured"] = "not measured"  # of the capacity
     capacity: Capacity | None = None
     reason: str = ""  # why there is no capacity
@@ -103,6 +106,7 @@ def quick_answer(
         requests=0 if single is None else single.requests,
         ttft_seconds=None if single is None else single.ttft_seconds,
         tpot_seconds=None if single is None else single.tpot_seconds,
+        single_request=single_request_of(cell),
         grade="estimated" if is_estimated else "not measured",
         capacity=cell.capacity,
         reason="" if is_estimated else _why_no_capacity(cell, data),
@@ -154,6 +158,8 @@ def _notes_of(cell: CellData) -> list[str]:
     notes = [] if ready is None else list(ready.endpoint_notes)
     bursts = [level for level in levels_of(read_records(Path(cell.folder))) if level.is_burst]
     if note := _note_of_failures(bursts):
+        notes.append(note)
+    if cell.capacity is not None and (note := disturbance_words(cell.capacity)):
         notes.append(note)
     if cell.server is not None and (ready is None or not ready.info.slots):
         slots = cell.server.settings.slots

@@ -52,9 +52,13 @@ class BreakEven(msgspec.Struct, frozen=True, kw_only=True):
 
 def break_even(
     question: Question, candidates: Sequence[Candidate], api: ApiCost, option: Option
-) -> BreakEven:
-    """Return the rates at which an option costs less than the API."""
+) -> BreakEven | None:
+    """Return the rates at which an option costs less than the API; None: the option serves no rate
+    with 90 % confidence, or its cost is not known."""
     involved = [one for one in candidates if one.name in (option.machine, option.machine_above)]
+    serves = option.certainty == "yes" or (option.kind == "as it is" and involved[0].low)
+    if not serves or option.dollars is None or option.energy_unknown:
+        return None
     ranges = _cheaper_ranges(question, _with_capacity(involved, "rate"), api, option)
     low, high = (
         _first(_cheaper_ranges(question, _with_capacity(involved, end), api, option))

@@ -129,15 +129,11 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
     rows = _rows(options)
     api = None if question.keys.api is None else api_cost(question.keys.api, question.demand)
     growth = growth_of(question, candidates)
-    break_evens: tuple[BreakEven, ...] = ()
+    break_evens: list[BreakEven] = []
     if api is not None:
-        break_evens = tuple(
-            break_even(question, candidates, api, option)
-            for option in rows
-            if option.certainty == "yes" or option.kind == "as it is"
-            if option.dollars is not None and not option.energy_unknown
-        )
-    marked_rates = [even.rate for even in break_evens]
+        evens = [break_even(question, candidates, api, option) for option in rows]
+        break_evens = [even for even in evens if even is not None]
+    marked_rates = [even.rate if even.high is None else even.high for even in break_evens]
     marked_rates += [milestone.rate for milestone in growth.milestones] if growth else []
     return Plan(
         name=question.keys.name,
@@ -167,7 +163,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         residual_share=question.keys.residual_share,
         not_counted=_not_counted(candidates, rows),
         api=api,
-        break_evens=break_evens,
+        break_evens=tuple(break_evens),
         purchase=buy_or_rent(question, candidates, options),
         totals=totals(question, candidates, rows, api),
         growth=growth,
@@ -284,7 +280,7 @@ def _not_counted(candidates: Sequence[Candidate], rows: Sequence[Option]) -> tup
 
 def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iterator[str]:
     """Yield the facts that would make the plan more certain, the easiest to find out first."""
-    if not any(candidate.owned for candidate in candidates):
+    if not any(one.owned or one.grade != "predicted" for one in candidates):
         yield "the capacity of your own machine (give it with --run or --machine)"
     for candidate in candidates:
         has_given_price = candidate.dollars_per_hour is not None and not candidate.is_list_price

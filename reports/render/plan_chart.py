@@ -38,8 +38,8 @@ def cost_chart(plan: Plan) -> Spec:
     """Return a chart with a line for each cost curve of the plan, whose steps are further machines,
     and the straight line of the API.
 
-    Dots mark where options begin to cost less than the API. Vertical lines mark the forecast and,
-    if it grows, the months in which more is needed.
+    Dots mark where options cost less than the API with 90 % confidence. Vertical lines mark the
+    forecast and, if it grows, the months in which more is needed.
     """
     curves: dict[str, Curve] = {
         _name(plan, curve): [
@@ -104,13 +104,14 @@ def _name(plan: Plan, curve: CostCurve) -> str:
 
 
 def _break_evens(plan: Plan, max_day: float) -> Iterator[Row]:
-    """Yield the points of the chart at which an option begins to cost less than the API."""
+    """Yield the points of the chart at which an option begins to cost less than the API. Costs are
+    those of enough machines with 90 % confidence, so the capacity is at its low end."""
     for even in plan.break_evens:
-        if plan.api is not None and even.rate:
-            day = plan.requests_a_day(even.rate)
+        if plan.api is not None and even.high:
+            day = plan.requests_a_day(even.high)
             if day <= max_day:
-                mean_rate = even.rate * plan.mean_rate / plan.peak_rate
-                yield {"day": day, "dollars": plan.api.dollars_per_month(mean_rate)}
+                dollars = plan.api.dollars_per_month(day / SECONDS_A_DAY)
+                yield {"day": day, "dollars": dollars}
 
 
 def _lines(plan: Plan) -> dict[float, str]:

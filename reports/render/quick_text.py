@@ -23,7 +23,12 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
         f"TTFT {formatting.seconds(answer.ttft_seconds)}, "
         f"TPOT {formatting.seconds(answer.tpot_seconds)}"
     )
-    yield "Single request", times, f"measured, medians of {requests} one at a time"
+    grade = f"measured, medians of {requests} one at a time"
+    if (single := answer.single_request) is not None:
+        tpot = formatting.seconds(answer.tpot_seconds)
+        times = f"{single.words}; TPOT {tpot}"
+        grade = f"by the step times{single.check_words}; TPOT measured, median of {requests}"
+    yield "Single request", times, grade
     capacity = answer.capacity
     if answer.grade != "estimated" or capacity is None:
         yield "Estimated capacity", f"none: {answer.reason}", ""

@@ -454,8 +454,9 @@ def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -
     """Return the most slots that the memory of the CPU has room for, up to MAX_CPU_SLOTS. The
     context must be set.
 
-    KV cache and buffers may use KV_SHARE of the free memory. The default number is always allowed,
-    and is the answer where the free memory is not known.
+    KV cache and buffers may use KV_SHARE of the free memory, and must leave room for the requested
+    prompt cache. The default number is always allowed, and is the answer where the free memory is
+    not known.
     """
     default_slots = DEFAULT_SETTINGS["cpu"].slots
     context_tokens = request.settings.context_tokens
@@ -467,7 +468,9 @@ def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -
             return False
         memory = attempt.memory
         growing_bytes = memory.kv_bytes + memory.state_bytes + memory.buffer_bytes
-        return attempt.fits and growing_bytes <= KV_SHARE * attempt.free_bytes
+        other_bytes = attempt.need_bytes - memory.prompt_cache_bytes
+        has_room = other_bytes + (request.prompt_cache_bytes or 0) <= attempt.free_bytes
+        return has_room and growing_bytes <= KV_SHARE * attempt.free_bytes
 
     more = [count for count in SLOT_COUNTS if default_slots < count <= MAX_CPU_SLOTS]
     return max([default_slots, *filter(fits, more)])

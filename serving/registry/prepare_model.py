@@ -306,7 +306,13 @@ def with_measured_fallbacks(
     """
     if request.wanted.formats:
         return request
-    saved_only = msgspec.structs.replace(question, may_measure=False, are_threads_open=False)
+    settings = question.settings  # with a number of slots, so that none is chosen
+    saved_only = msgspec.structs.replace(
+        question,
+        request=with_context(question.request, settings.context_tokens, slots=settings.slots),
+        may_measure=False,
+        are_threads_open=False,
+    )
     try:
         choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons

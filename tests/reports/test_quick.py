@@ -78,9 +78,38 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert answer.binding is not None and answer.binding.lifted_rate is not None
     assert answer.takeover.name is not None and answer.takeover.dollars_per_hour is not None
     text, block = "\n".join(lines_of(answer)), markdown_of(answer)
+    single = answer.single_request
+    assert single is not None and single.measured_ratio == pytest.approx(1.0, abs=0.1)
+    assert f"at the longest of {single.longest_prompt_tokens}; TPOT" in text
     for words in ("Single request", "Estimated capacity", "Concurrent users", " binds: ", "GPU"):
         assert words in text and words in block
     assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_beside_another_process_the_machine_alone_is_estimated_in_the_same_time(
+    share: float, tmp_path: Path
+) -> None:
+    """What the process took is left out of the step times, and the screen says which machine the
+    estimate is of, and the capacity of the other."""
+    quiet = Simulated(base=0.02, row=0.005, prompt=0.001, policy=None)
+    alone = answer_of(quiet, tmp_path / "alone").capacity
+    busy = Simulated(
+        base=0.02, row=0.005, prompt=0.001, policy=None, hog=(0.0, 1e9), hog_share=share
+    )
+    answer = answer_of(busy, tmp_path / "beside")
+    found = answer.capacity
+    assert busy.now < 90 and alone is not None and found is not None
+    assert found.estimated_rate == pytest.approx(alone.estimated_rate, rel=0.15)
+    assert found.low and found.high and alone.estimated_rate
+    assert found.low < alone.estimated_rate < found.high
+    known = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
+    as_busy = ServerModel(known.slower(1 / (1 - share)), SETTINGS)
+    busy_truth = as_busy.capacity(Demand(SHORT), CHAT, 2000).rate
+    assert found.busy_rate == pytest.approx(busy_truth, rel=0.25, abs=0.05)
+    assert answer.binding is None or answer.binding.kind != "other_processes"
+    (note,) = [note for note in answer.notes if "of this machine alone" in note]
+    assert f"other processes took {share:.0%}" in note and note in "\n".join(lines_of(answer))
 
 
 def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:

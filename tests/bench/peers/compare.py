@@ -254,6 +254,7 @@ def setup_of(model: str, options: argparse.Namespace) -> Setup:
         tuple(options.engine_cores),
         tuple(options.client_cores),
         tuple(options.option),
+        prompt_cache="0",  # no prompt begins like an earlier one
     )
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes the environments of the clients that tests/end_to_end/test_clients.py drives a server with: what is written against OpenAI's
-# interface, and what is written to measure it. None of their dependencies is ours, so each has an environment of its own.
+# Makes the environments of the clients that tests/end_to_end/test_clients.py and test_agents.py drive a server with: what is written against
+# OpenAI's interface, and what is written to measure it. None of their dependencies is ours, so each has an environment of its own.
 #
-#   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), LiteLLM (200 MB), OpenAI's JavaScript client and
+#   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), agents (204 MB), aider (569 MB), LiteLLM (200 MB), OpenAI's JavaScript client and
 #                                                    # the AI SDK (40 MB, by npm), GuideLLM and AIPerf, and vLLM's benchmark client (1.9 GB)
 #   tests/end_to_end/clients/install.sh frameworks   # all but the last
 #
@@ -52,6 +52,9 @@ javascript() {  # name, then packages of npm
 }
 
 install frameworks-1 "langchain-openai==1.7.3 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1"
+install agents-1 "langchain==1.5.2 langchain-openai==1.7.4 pydantic-ai-slim[openai]==2.38.0 openai-agents==0.24.0
+                  smolagents[openai]==1.26.0 instructor==1.17.0 llm==0.36"
+install aider-1 "aider-chat==0.86.2"
 install litellm-1 "litellm==1.106.2 mcp==2.3.0"
 install guidellm-0.8.1 "torch==2.13.0" "torch==2.13.0 guidellm==0.8.1"
 install aiperf-0.13 "aiperf==0.13.*"

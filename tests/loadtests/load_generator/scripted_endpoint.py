@@ -74,11 +74,17 @@ def _accept(listener: socket.socket, handler: Handler, tls: ssl.SSLContext | Non
 
 def _serve(plain: socket.socket, handler: Handler, tls: ssl.SSLContext | None) -> None:
     if tls is not None:
-        try:
-            plain = tls.wrap_socket(plain, server_side=True)
-        except OSError:  # the client did not like the certificate, or has none
-            plain.close()
-            return
+        with plain.dup() as beside:
+            try:
+                plain = tls.wrap_socket(plain, server_side=True)
+            except OSError:  # the client did not like the certificate, or has none
+                # Closed with bytes unread, the connection would be reset before the client reads
+                # the alert.
+                beside.settimeout(5.0)
+                with contextlib.suppress(OSError):
+                    while beside.recv(65536):
+                        pass
+                return
     with plain, plain.makefile("rb") as stream, contextlib.suppress(OSError):
         while first := stream.readline():
             method, path, _ = first.decode().split(" ", 2)

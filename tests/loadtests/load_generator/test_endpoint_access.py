@@ -30,6 +30,7 @@ from crossover.loadtests.load_generator.openai_endpoint import (
 from crossover.loadtests.load_generator.sse_timestamps import stream
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.reports.cli import quick_command
+from crossover.reports.render.export_run import export_run
 from tests.loadtests.load_generator.scripted_endpoint import (
     Handler,
     ReceivedRequest,
@@ -235,9 +236,13 @@ def test_the_run_folder_of_quick_names_variables_in_place_of_values(
         monkeypatch.setattr(sys, "argv", ["crossover", *words])
         result = CliRunner().invoke(cli.app, words)
     assert str(result.exception) == "enough", result.output
-    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    (run,) = tmp_path.iterdir()
+    written = "".join(path.read_text() for path in run.rglob("*") if path.is_file())
+    export_run(run, tmp_path / "shared")
+    shared = "".join(path.read_text() for path in (tmp_path / "shared").iterdir())
+    assert "CROSSOVER_SECRET" not in shared and "MY_KEY" not in shared
     assert "env:CROSSOVER_SECRET_X_MINE" in written and "env:MY_KEY" in written
-    for text in (written, result.output):
+    for text in (written, shared, result.output):
         assert not any(word in text for word in (SECRET, "qu3ry", "2024-06-01", "k3y-of-mine"))
     with pytest.raises(BadCampaign, match=r"variable CROSSOVER_SECRET_X_MINE, .*--trust"):
         check_trust(plans[0].campaign)

@@ -84,7 +84,7 @@ def test_the_break_even_is_the_rate_at_which_rent_and_api_cost_the_same() -> Non
     even = break_even(question, [EXACT], api, option)
     rent = 0.5 * HOURS_A_MONTH  # one machine, day and night
     by_hand = rent / (DOLLARS_A_REQUEST * SECONDS_A_MONTH)  # 0.706 requests/s
-    assert even.ranges == ((pytest.approx(by_hand), None),)
+    assert even is not None and even.ranges == ((pytest.approx(by_hand), None),)
     assert even.low == even.high == pytest.approx(by_hand)
     assert even.utilization == pytest.approx(by_hand / 2.0)
 
@@ -96,6 +96,7 @@ def test_the_api_costs_less_again_where_a_further_machine_is_not_busy_enough() -
     api = api_cost(ApiKeys(**API), question.demand)
     (option,) = ordered_options(question, [small], question.forecast)
     even = break_even(question, [small], api, option)
+    assert even is not None
     one = 0.5 * HOURS_A_MONTH / (DOLLARS_A_REQUEST * SECONDS_A_MONTH)
     (first, second, third) = even.ranges
     assert first == (pytest.approx(one), pytest.approx(1.0))
@@ -112,11 +113,32 @@ def test_the_api_costs_less_again_where_a_further_machine_is_not_busy_enough() -
     )
 
 
+def test_the_dots_of_the_chart_lie_on_the_line_of_the_api_where_a_curve_crosses_it() -> None:
+    made = make_plan(question_with(api=API), [machine("sure", 1.0, 2.0, 4.0, 0.3)])
+    rent = (
+        0.3 * HOURS_A_MONTH
+    )  # one machine serves up to 1 request/s, and costs less from 0.42/s on
+    a_day = rent / (DOLLARS_A_REQUEST * SECONDS_A_MONTH) * 86_400
+    chart = cost_chart(made)
+    lines, dots = (chart["datasets"][layer["data"]["name"]] for layer in chart["layer"][:2])
+    assert dots == [{"day": pytest.approx(a_day), "dollars": pytest.approx(rent)}]
+    api = [(row["day"], row["dollars"]) for row in lines if row["option"] == "API"]
+    max_day = max(row["day"] for row in lines)
+    at_the_end = DOLLARS_A_REQUEST * max_day * HOURS_A_MONTH / 24
+    assert api == [(0.0, 0.0), (max_day, pytest.approx(at_the_end))]
+
+
 def test_a_machine_that_is_always_dearer_has_no_break_even() -> None:
     dear = machine("dear", 1.0, 1.0, 1.0, 5.0)
     made = make_plan(question_with(api=API), [dear])
     assert made.break_evens[0].ranges == () and made.break_evens[0].rate is None
     assert "dear never" in text_of(made)
+
+
+def test_a_machine_that_misses_the_slo_has_no_break_even_either() -> None:
+    slow = machine("slow", 0.0, 0.0, 0.0, None, owned=1, watts=50.0)
+    made = make_plan(question_with(api=API), [slow, EXACT])
+    assert [even.option for even in made.break_evens] == ["exact"]
 
 
 def test_an_owned_machine_costs_energy_also_while_idle_and_that_of_its_building() -> None:

@@ -413,6 +413,9 @@ def test_onnx_has_16_to_64_slots_by_the_memory_of_the_cpu() -> None:
     assert list(slots_by_memory.values()) == [16, 16, 32, 64, 64]
     facts = machine(256)
     assert planned(SMALL, facts, backend="onnx", slots=5).settings.slots == 5
+    with_cache = planned(SMALL, machine(32), backend="onnx", prompt_cache_bytes=26 * GIB)
+    assert with_cache.settings.slots == 32, "the prompt cache that is asked for comes first"
+    assert with_cache.memory.prompt_cache_bytes == 26 * GIB
     assert planned(SMALL, facts, backend="llama_cpp").settings.slots == 16
     assert planned(SMALL, facts, backend="torch").settings.slots == 16
     unknown = machine(memory_available_bytes=None)

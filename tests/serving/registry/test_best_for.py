@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from crossover.models.identity.identify_model import ModelIdentity
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
@@ -17,8 +18,14 @@ from crossover.serving.placement.fastest_backend import (
     EngineQuestion,
     fastest_backend,
 )
-from crossover.serving.placement.placement_policy import with_context
-from crossover.serving.registry.prepare_model import Machine, engine_question, find_model
+from crossover.serving.placement.placement_policy import Placement, with_context
+from crossover.serving.registry import prepare_model
+from crossover.serving.registry.prepare_model import (
+    Machine,
+    engine_question,
+    find_model,
+    prepare,
+)
 from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
 from tests.tools.made_up_machines import MadeUp
@@ -64,6 +71,31 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
     question = engine_question(model, request, machine.split("", 1), machine)
     choice = question and fastest_backend(question, facts, machine.say, machine.progress)
     assert (choice and (choice.backend, choice.weight_format)) == expected
+
+
+def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps cost the same with any number of rows, so memory decides: 32 slots of the model's 8,192
+    tokens take less than a quarter of it, and 64 do not."""
+
+    class Placed(Exception):
+        def __init__(self, placement: Placement) -> None:
+            self.placement = placement
+
+    def stop(model: ModelIdentity, placement: Placement, machine: Machine) -> None:
+        raise Placed(placement)
+
+    monkeypatch.setattr(prepare_model, "files_of_engines", stop)
+    facts = msgspec.structs.replace(
+        hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None
+    )
+    with pytest.raises(Placed) as stopped:
+        prepare(ModelOptions(source="135m", threads=1), machine, facts)
+    chosen = stopped.value.placement
+    assert (chosen.backend, chosen.settings.context_tokens) == ("onnx", 8192)
+    assert chosen.settings.slots == 32
+    assert "with 32 slots it carries" in " ".join(reason.text for reason in chosen.reasons)
 
 
 def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a_gpu(
