@@ -62,6 +62,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "crossover.reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and combinations by the cost of serving a forecast of requests.",
     ),
+    "size": (
+        "crossover.reports.cli.size_command:size",
+        "Count the users that each machine carries with each model, and the machines for a team.",
+    ),
     "atlas": (
         "crossover.reports.cli.atlas_command:atlas",
         "Compare what measured machines serve, by the price of their tokens, on one page.",

@@ -147,6 +147,14 @@ def rate_with_interval(
     return f"{rate(value, like=like)} ({ends})"
 
 
+def with_interval(value: float, low: float | None, high: float | None) -> str:
+    """Return a number with its interval: `110 (92–130)`; without one if an end is open."""
+    if low is None or high is None:
+        return significant(value)
+    ends = f"{significant(low, rounded='down')}–{significant(high, rounded='up')}"
+    return f"{significant(value)} ({ends})"
+
+
 def size(size_bytes: float | None, digits: int = 3) -> str:
     """Return a number of bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB."""
     if size_bytes is None:

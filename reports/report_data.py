@@ -283,6 +283,15 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.server.simulated(self.traffic.demand, requests)
 
     @property
+    def answer_seconds(self) -> float | None:
+        """The mean time of a whole answer at the estimated capacity, simulated; None: there is no
+        step-time model, or no capacity above 0."""
+        server = self.simulated()
+        if server is None or not self.estimated_rate:
+            return None
+        return float(server.play(self.estimated_rate).e2e.mean())
+
+    @property
     def experts(self) -> Routing | None:
         """The routing of a mixture of experts; None: a dense model, or not known."""
         return None if self.step_times is None else self.step_times.experts

@@ -11,7 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from crossover.loadtests.campaign.campaign_file import CampaignFile
-from crossover.reports.plan.plan_file import ApiKeys, ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.plan.plan_file import (
+    ApiKeys,
+    ColdStartKeys,
+    ForecastKeys,
+    MachineKeys,
+    PlanFile,
+)
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import PRESETS, SESSION_PRESETS
@@ -40,11 +46,12 @@ def campaign_keys() -> list[str]:
 
 def plan_keys() -> list[str]:
     """For docs/plan.md."""
-    tables = ("forecast", "machines", "workload", "slo", "api")
+    tables = ("forecast", "machines", "workload", "slo", "api", "cold_start")
     out = _table("Top of the file", PlanFile, tables)
     out += ["", *_table("[forecast]", ForecastKeys)]
     out += ["", *_table("[[machines]]", MachineKeys)]
-    return [*out, "", *_table("[api]", ApiKeys)]
+    out += ["", *_table("[api]", ApiKeys)]
+    return [*out, "", *_table("[cold_start]", ColdStartKeys)]
 
 
 def _table(title: str, kind: type[msgspec.Struct], elsewhere: Collection[str] = ()) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from crossover.models import formatting
 from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.weights.weight_formats import GgufTensor
@@ -23,9 +24,13 @@ from crossover.reports.devices.calibrated_machines import read_machines
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
+from crossover.reports.plan.sizing import DEFAULT_DEVICES, size
+from crossover.reports.plan.tasks import TASKS, task_named
 from crossover.reports.render.plan_text import as_text
+from crossover.reports.render.size_text import as_text as as_sizing_text
 from crossover.reports.sections.all_sections import SECTIONS
 from crossover.serving.backends.backend_table import BACKENDS
+from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import LIMITS_HELP, SLO_PRESETS
 from crossover.serving.option_help import texts_in
 from crossover.serving.toml_files import read_toml
@@ -109,11 +114,11 @@ def topics() -> list[str]:
     files = dict.fromkeys(Path(inspect.getfile(make)) for make in SECTIONS)
     lines = []
     for path in files:
-        lines += textwrap.wrap(f"- {first_sentence(path)}.", TEXT_WIDTH, subsequent_indent="  ")
+        lines += wrapped(f"- {first_sentence(path)}.")
     return lines
 
 
-def plan_output(name: str, **keys: str) -> str:
+def plan_output(name: str, **keys: object) -> str:
     """What `crossover plan` says to a file of docs/plan-examples, with other `keys`."""
     folder = ROOT / "docs" / "plan-examples"
     tables = read_toml(folder / f"{name}.toml", BadPlan)[0] | keys
@@ -131,6 +136,52 @@ def first_part(name: str, **keys: str) -> list[str]:
     """The output of a plan up to the explanations, as a block of Markdown."""
     sentence, table, *_ = plan_output(name, **keys).split("\n\n")
     return ["```", *sentence.splitlines(), "", *table.splitlines(), "```"]
+
+
+def sizing_output() -> list[str]:
+    """What `crossover size` says of 50 users who chat with an 8B model, as a block of Markdown."""
+    text = as_sizing_text(size(task_named("chat"), 50, ["8b"], []), 100)
+    return ["```", *(line.rstrip() for line in text.splitlines()), "```"]
+
+
+def tasks() -> list[str]:
+    """The tasks of `crossover size`."""
+    lines = [
+        "| task | tokens in, out (mean) | thinks for | first token within | then a token within |",
+        "|---|---|---|---|---|",
+    ]
+    for task in TASKS.values():
+        lengths = Demand(task.workload).lengths()
+        tokens = f"{lengths.prompt.mean():,.0f}, {lengths.output.mean():,.0f}"
+        limits = [
+            formatting.limit(limit)
+            for limit in (task.slo.ttft_seconds, task.slo.tpot_seconds)
+            if limit is not None
+        ]
+        think = f"{task.mean_think_seconds:.0f} s"
+        cells = [f"`{task.name}`", tokens, think, limits[0], limits[1]]
+        lines.append(f"| {' | '.join(cells)} |")
+    items: list[str] = []
+    for task in TASKS.values():
+        target = formatting.share(task.slo.target)
+        text = f"- `{task.name}`: users who {task.does}. {task.source} SLO `{task.slo.name}`: "
+        text += f"{task.slo.source}, for {target} of requests."
+        items += wrapped(text)
+    return [*lines, "", *items]
+
+
+def wrapped(text: str) -> list[str]:
+    """An item of a list, in lines of 100 columns."""
+    return textwrap.wrap(text, TEXT_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def cold_start_output() -> list[str]:
+    """The cold starts of docs/plan-examples/cold-start.toml with the run of docs/results/demo, as a
+    block of Markdown."""
+    run = str(ROOT / "docs" / "results" / "demo")
+    text = plan_output("cold-start", model="360m", machines=[{"run": run}])
+    _, _, cold_starts, *_ = text.split("\n\n")
+    return ["```", *cold_starts.splitlines(), "```"]
 
 
 def families() -> list[str]:
@@ -209,6 +260,8 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
             slos=SLO_PRESETS,
             limits=[LIMITS_HELP],
             traces=PRESETS,
+            tasks=TASKS,
+            size_devices=DEFAULT_DEVICES,
             quantities=QUANTITIES,
             formats=FORMATS,
             default_formats=[DEFAULT_FORMATS],
@@ -220,8 +273,10 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
         "buy": partial(in_a_block, "buy"),
         "mlperf": partial(in_a_block, "mlperf-8b"),
         "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
+        "cold-start": cold_start_output,
         "keys": plan_keys,
     },
+    "docs/size.md": {"chat": sizing_output, "tasks": tasks},
     "docs/atlas.md": {"atlas": atlas_files},
     "docs/models.md": {"families": families, "shapes": shapes},
     "docs/report.md": {"topics": topics, "quantities": quantities},

@@ -23,7 +23,14 @@ from crossover.reports.cli.atlas_command import AtlasOptions
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions
 from crossover.reports.cli.report_command import ReportOptions
-from crossover.reports.plan.plan_file import ApiKeys, ForecastKeys, MachineKeys, PlanFile
+from crossover.reports.cli.size_command import SizeOptions
+from crossover.reports.plan.plan_file import (
+    ApiKeys,
+    ColdStartKeys,
+    ForecastKeys,
+    MachineKeys,
+    PlanFile,
+)
 from crossover.serving.option_help import flags_of, texts_in, texts_of
 from crossover.serving.server_options import ServeOptions
 from crossover.serving.workload.arrivals import Arrivals
@@ -31,11 +38,11 @@ from crossover.serving.workload.request_lengths import Workload
 
 COMMANDS: list[type[msgspec.Struct]] = [
     *(AtlasOptions, CalibrateOptions, CommandOptions, CompareOptions, PlanOptions),
-    *(QuickOptions, ReportOptions, ServeOptions),
+    *(QuickOptions, ReportOptions, ServeOptions, SizeOptions),
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),
-    *(ApiKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
+    *(ApiKeys, ColdStartKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
 ]
 PLACEHOLDERS = {ThirdPartyEngine: ["{model}", "{port}"]}  # of a command, not lists
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from crossover.loadtests.capacity.calibration_bursts import max_concurrent_streams
 from crossover.loadtests.capacity.capacity_text import disturbance_words
@@ -208,7 +207,7 @@ def _why_no_capacity(cell: CellData, data: ReportData) -> str:
 def _users_of(cell: CellData, think_seconds: float) -> Users | None:
     """Return the users at the estimated capacity, by Little's law: users = rate * (seconds of an
     answer + seconds to think); None: the capacity or the time of an answer is not known."""
-    capacity, answer_seconds = cell.capacity, _answer_seconds(cell)
+    capacity, answer_seconds = cell.capacity, cell.answer_seconds
     if capacity is None or capacity.estimated_rate is None or answer_seconds is None:
         return None
     turn_seconds = answer_seconds + think_seconds
@@ -219,18 +218,6 @@ def _users_of(cell: CellData, think_seconds: float) -> Users | None:
         think_seconds=think_seconds,
         answer_seconds=answer_seconds,
     )
-
-
-def _answer_seconds(cell: CellData) -> float | None:
-    """Return the mean time of an answer at the estimated capacity, simulated; None: there is no
-    step-time model."""
-    server, traffic = cell.simulated(), cell.traffic
-    if server is None or traffic is None or not cell.estimated_rate:
-        return None
-    simulated = server.play(cell.estimated_rate)
-    has_tpot = np.isfinite(simulated.tpot).any()
-    mean_tpot = float(np.nanmean(simulated.tpot)) if has_tpot else 0.0
-    return float(simulated.ttft.mean()) + mean_tpot * (traffic.mean_output - 1)
 
 
 def _takeover_of(cell: CellData, slo: Slo) -> QuickTakeover:

@@ -8,7 +8,7 @@ crossover plan --model 8b --rate 0.5
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,6 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 
     Raises ReportError for options that contradict each other, and BadPlan for a broken file.
     """
-    from crossover.reports.devices.calibrated_machines import read_machines
     from crossover.reports.plan.plan_file import BadPlan
 
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
@@ -120,26 +119,39 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         forecast = tables.get("forecast", {})
         other_keys = {name: forecast[name] for name in forecast if name not in RATE_KEYS}
         tables["forecast"] = {**other_keys, "peak_rate": options.rate}
-    if options.price is not None and (not options.run or not 0 <= options.price < math.inf):
-        raise ReportError(
-            f"--price {options.price:g} must be 0 or more: the $/h of the machine of --run."
-        )
+    machines = own_tables(options.run or [], options.price, options.machine or [])
+    machines += measured_tables(options.machines or [])
     if options.api_price is not None:
         tables["api"] = _api_keys(options.api_price)
-    price_keys: dict[str, Any] = {}
-    if options.price is not None:
-        price_keys = {"is_paid": not options.price}
-        if options.price:
-            price_keys["dollars_per_hour"] = options.price
-    # Paths on the command line are relative to the current folder, those in the file to its folder.
-    machines = [{"run": str(path.absolute()), **price_keys} for path in options.run or []]
-    machines += [{"file": str(path.absolute())} for path in options.machine or []]
-    measured = read_machines(options.machines or [])  # to rent: their prices are in the files
-    measured_files = dict.fromkeys(str(machine.path.absolute()) for machine in measured)
-    machines += [{"file": file, "owned": 0} for file in measured_files]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables
+
+
+def own_tables(
+    runs: Sequence[Path], price: float | None, files: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Return the [[machines]] of --run, --price and --machine. Raises ReportError for a wrong
+    price."""
+    if price is not None and (not runs or not 0 <= price < math.inf):
+        raise ReportError(f"--price {price:g} must be 0 or more: the $/h of the machine of --run.")
+    price_keys: dict[str, Any] = {}
+    if price is not None:
+        price_keys = {"is_paid": not price}
+        if price:
+            price_keys["dollars_per_hour"] = price
+    # Paths on the command line are relative to the current folder, those in the file to its folder.
+    tables = [{"run": str(path.absolute()), **price_keys} for path in runs]
+    return [*tables, *({"file": str(path.absolute())} for path in files)]
+
+
+def measured_tables(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the [[machines]] of --machines: to rent, at the prices in their files. Raises
+    ReportError."""
+    from crossover.reports.devices.calibrated_machines import read_machines
+
+    files = dict.fromkeys(str(machine.path.absolute()) for machine in read_machines(paths))
+    return [{"file": file, "owned": 0, "is_paid": False} for file in files]
 
 
 def _api_keys(prices: str) -> dict[str, float]:

@@ -113,6 +113,11 @@ def machines_of_file(path: Path) -> list[MeasuredMachine]:
         file = read_machine_file(path)
     except LoadError as problem:
         raise ReportError(str(problem)) from problem
+    return measured_devices(path, file)
+
+
+def measured_devices(path: Path, file: MachineFile) -> list[MeasuredMachine]:
+    """Return the measured devices of a machine file that was read from `path`, the CPU first."""
     return [_measured(path, file, device) for device in _devices_of(file)]
 
 

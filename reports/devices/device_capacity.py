@@ -166,11 +166,15 @@ class Service(msgspec.Struct, frozen=True):
         """Return the machine's settings, or those with the KV cache and the slots that fit its
         memory. Raises ReportError if the memory is too small for the longest request."""
         machine = self.machine
+        memory_bytes = machine.memory_bytes
+        if memory_bytes is not None:
+            memory_bytes *= self.devices
+            self._check_longest_request(memory_bytes)
         if machine.policy is not None:
             return self._with_cache_of_this_model(machine.policy)
         kv_tokens, slots = None, machine.slots
-        if machine.memory_bytes is not None:
-            kv_tokens, slots = self._fitting_cache(machine.memory_bytes * self.devices)
+        if memory_bytes is not None:
+            kv_tokens, slots = self._fitting_cache(memory_bytes)
         return SchedulerSettings(
             slots=slots,
             context_tokens=int(self.traffic.longest),
@@ -195,15 +199,18 @@ class Service(msgspec.Struct, frozen=True):
             copy_token_seconds=policy.copy_token_seconds * ratio,
         )
 
-    def _fitting_cache(self, memory_bytes: float) -> tuple[int | None, int]:
-        """Return the tokens of the KV cache (None: no layer has one) and the slots for which there
-        is memory. Raises ReportError if it is too small for the longest request."""
+    def _check_longest_request(self, memory_bytes: float) -> None:
+        """Raise ReportError if the memory is too small for the longest request."""
         min_bytes = self.needed_bytes(self.traffic.longest)
         if min_bytes > memory_bytes:
             raise ReportError(
                 f"needs {min_bytes / GIB:.1f} GiB, {self.machine.name} has "
                 f"{memory_bytes / GIB:.1f} GiB"
             )
+
+    def _fitting_cache(self, memory_bytes: float) -> tuple[int | None, int]:
+        """Return the tokens of the KV cache (None: no layer has one) and the slots for which there
+        is memory, which suffices for the longest request."""
         usable_share = VLLM_MEMORY_SHARE if self.machine.is_served_by_vllm else 1.0
         free_bytes = (memory_bytes - self.needed_bytes(0, states=0)) * usable_share
         token_bytes = self.spec.kv_bytes_per_token("fp16")
@@ -229,6 +236,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # what a reader must know of a prediction, as phrases
     ttft_seconds: float | None = None  # medians at `rate`
     tpot_seconds: float | None = None
+    answer_seconds: float | None = None  # mean time of a whole answer at `rate`
     memory_bytes: float | None = None  # that serving takes on all devices together
     dollars_per_hour: float | None = None  # of all devices
     watts: float | None = None
@@ -325,4 +333,5 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         capacity,
         ttft_seconds=float(np.median(requests.ttft)),
         tpot_seconds=float(np.median(tpot)) if len(tpot) else None,
+        answer_seconds=float(requests.e2e.mean()),
     )

@@ -193,6 +193,11 @@ def _words(name: str) -> set[str]:
     return words - {"GEFORCE", "GPU", "GENERATION", "EDITION", ""}
 
 
+def find_device(name: str) -> Device | None:
+    """Return the device with exactly this name; None: the catalog does not have it."""
+    return next((device for device in devices() if device.name == name), None)
+
+
 def device_named(name: str) -> Device:
     """Return the device with this name, or the only one whose name has all these words.
 

@@ -19,6 +19,7 @@ from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.api_price import ApiCost, api_cost
 from crossover.reports.plan.break_even import BreakEven, break_even
 from crossover.reports.plan.buy_or_rent import BuyOrRent, buy_or_rent
+from crossover.reports.plan.cold_start import ColdStart, cold_starts
 from crossover.reports.plan.later_months import Growth, growth_of, totals
 from crossover.reports.plan.plan_file import SECONDS_A_DAY, Question
 from crossover.reports.plan.plan_options import (
@@ -105,6 +106,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # the load of all months, or its cost is not known.
     totals: dict[str, float | None] = {}
     growth: Growth | None = None  # None: the forecast does not grow
+    cold_starts: tuple[ColdStart, ...] = ()  # of the machines to show, if the plan file asks for it
 
     @property
     def choice(self) -> Option | None:
@@ -165,6 +167,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         purchase=buy_or_rent(question, candidates, options),
         totals=totals(question, candidates, rows, api),
         growth=growth,
+        cold_starts=tuple(cold_starts(question, candidates, rows)),
     )
 
 

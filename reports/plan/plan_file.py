@@ -31,6 +31,7 @@ from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads, trac
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.faults import converted
+from crossover.serving.option_help import Seconds
 from crossover.serving.placement.engines import usual_format
 from crossover.serving.toml_files import Table
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
@@ -106,6 +107,14 @@ class ApiKeys(Table, frozen=True, kw_only=True):
     output: Positive
 
 
+class ColdStartKeys(Table, frozen=True, kw_only=True):
+    """Machines that stop when no request comes."""
+
+    idle_minutes: Positive = 15.0
+    machine_seconds: Seconds = 0.0
+    disk_gb_per_second: Positive | None = None
+
+
 class PlanFile(Table, frozen=True, kw_only=True):
     """A plan file as it was written."""
 
@@ -125,6 +134,7 @@ class PlanFile(Table, frozen=True, kw_only=True):
     years: Annotated[float, Meta(gt=0, le=20)] | None = None
     residual_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     api: ApiKeys | None = None
+    cold_start: ColdStartKeys | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -6,7 +6,7 @@
 A run of the same model with the same requests gives the capacity that its report states under the
 SLO of the plan, which may be confirmed. For other requests, the step-time model of the run is
 simulated, and the capacity is estimated. The capacity of a machine.json file or a catalog device is
-predicted.
+predicted, and so is that of a model that the run did not measure.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import SloSpec
+from crossover.loadtests.campaign.machine_of_run import machine_of_run
+from crossover.loadtests.errors import LoadError
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
-from crossover.reports.devices.calibrated_machines import MeasuredMachine, machines_of_file
+from crossover.reports.devices.calibrated_machines import (
+    MeasuredMachine,
+    machines_of_file,
+    measured_devices,
+)
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TENSOR_PARALLEL_SIZES,
@@ -95,10 +103,15 @@ def _read_run(folder: Path, slo: Slo | None = None) -> ReportData:
 
 
 def _report_of(question: Question, run: str) -> ReportData:
-    """Return the report of a run under the SLO of the plan, so that plan and report agree."""
+    """Return the report of a run under the SLO of the plan, so that plan and report agree. If the
+    run did not send the plan's requests, only its step times are used, which need no other SLO."""
     folder = question.folder / run
     own = _read_run(folder)
-    return own if own.slo.is_same_promise(question.slo) else _read_run(folder, question.slo)
+    if own.slo.is_same_promise(question.slo):
+        return own
+    if not any(_has_measured_requests(cell, question) for cell in own.cells):
+        return own
+    return _read_run(folder, question.slo)
 
 
 def candidates_of(
@@ -170,6 +183,11 @@ def _catalog_candidate(
         price = your_prices[device.name]
         machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
     return _predicted_candidate(question, machine, question.gpu_format)
+
+
+def candidate_of_group(question: Question, device: Device, count: int) -> Candidate:
+    """Return a device to rent, of which `count` share each step."""
+    return _candidate_of_count(question, machine_of(device), question.gpu_format, count)
 
 
 def _prices_by_device(question: Question) -> dict[str, float]:
@@ -255,15 +273,19 @@ def _predicted_candidate(question: Question, machine: Machine, weight_format: st
     """Return a machine that no run measured, with the smallest number of devices that share a step
     and have a capacity above 0. If no number of them has, return one device, with the reason."""
 
-    def capacity_with(count: int) -> DeviceCapacity:
-        service = Service(machine, question.spec, weight_format, Traffic(question.demand), count)
-        return capacity_of(service, question.slo)
-
     for count in TENSOR_PARALLEL_SIZES:
-        capacity = capacity_with(count)
-        if capacity.rate:
-            return _candidate(capacity, machine.price_date)
-    return _candidate(capacity_with(1), machine.price_date)
+        candidate = _candidate_of_count(question, machine, weight_format, count)
+        if candidate.rate:
+            return candidate
+    return _candidate_of_count(question, machine, weight_format, 1)
+
+
+def _candidate_of_count(
+    question: Question, machine: Machine, weight_format: str, count: int
+) -> Candidate:
+    """Return a machine that no run measured, of whose devices `count` share each step."""
+    service = Service(machine, question.spec, weight_format, Traffic(question.demand), count)
+    return _candidate(capacity_of(service, question.slo), machine.price_date)
 
 
 def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:
@@ -317,9 +339,12 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
                 f"Run {data.manifest.run_id} has no capacity of any model yet. Continue it with "
                 f"`crossover campaign resume {data.folder}`, or remove the run from the plan"
             )
+        if predicted := _predicted_from_run(question, data):
+            return [_priced(question, data, keys, candidate) for candidate in predicted]
         raise BadPlan(
             f"Run {data.manifest.run_id} measured {', '.join(measured_models)}, not "
-            f"{question.spec.name}. Use a model that it measured, or remove the run from the plan"
+            f"{question.spec.name}, and has no step times from which it could be predicted. Use a "
+            "model that it measured, or remove the run from the plan"
         )
     devices = [_candidate_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
     if len(devices) == 1:
@@ -336,6 +361,22 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
     if len(question.keys.machines) > 1 and keys.name is None:
         candidates = [msgspec.structs.replace(candidate, label="") for candidate in candidates]
     return [_priced(question, data, keys, candidate) for candidate in candidates]
+
+
+def _predicted_from_run(question: Question, data: ReportData) -> list[Candidate]:
+    """Return the devices of a run that did not measure the model, predicted from the models that it
+    measured, as those of a machine file; []: it has no step times."""
+    folder = Path(data.folder)
+    try:
+        file, _ = machine_of_run(read_records(folder))
+    except LoadError:
+        return []
+    return [
+        msgspec.structs.replace(
+            _candidate_of_file(question, measured), device=machine_words(data, measured.device)
+        )
+        for measured in measured_devices(folder, file)
+    ]
 
 
 def _cpu_and_gpu(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
@@ -390,14 +431,24 @@ def _priced(
 
 def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
     """Return one device of a measured machine, with its measured capacity if the run sent the
-    plan's requests, else with a simulated one. Raises BadPlan if there is no step-time model."""
+    plan's requests, else with a simulated one; if the run has no step-time model of the model, with
+    one that is predicted from its other models. Raises BadPlan if it has none of these either."""
     assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
+    load_seconds = median(cell.load_seconds) if cell.load_seconds else None
     if _has_measured_requests(cell, question):
         candidate = _measured_candidate(name, cell.capacity, watts)
-        return msgspec.structs.replace(candidate, binding=binding_of(cell, question.slo))
+        return msgspec.structs.replace(
+            candidate,
+            binding=binding_of(cell, question.slo),
+            answer_seconds=cell.answer_seconds,
+            load_seconds=load_seconds,
+        )
     if cell.server is None:
+        for predicted in _predicted_from_run(question, data):
+            if predicted.device == name:
+                return predicted
         raise BadPlan(
             f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
             "known for other requests"
@@ -418,7 +469,9 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
         watts=watts,
     )
     service = Service(machine, question.spec, cell.weight_format, Traffic(question.demand, server))
-    candidate = _candidate(capacity_of(service, question.slo))
+    candidate = msgspec.structs.replace(
+        _candidate(capacity_of(service, question.slo)), load_seconds=load_seconds
+    )
     if candidate.rate is None or not question.slo.limits:
         return candidate
     simulated = server.simulated(question.demand)

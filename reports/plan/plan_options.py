@@ -64,6 +64,7 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
     gpu_name: str = ""  # the machine's GPU; "": it has none
     label: str = ""  # title of its row, such as `your GPU`; "": the machine's name
     binding: BindingLimit | None = None  # None: not known, or the capacity is predicted
+    load_seconds: float | None = None  # measured: how long it takes to load the model
     # Devices of one machine that serve together: the first serves up to its low end, the next takes
     # the load above it. (): the candidate is one device, or serves as a whole.
     parts: tuple[Candidate, ...] = ()

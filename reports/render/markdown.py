@@ -29,8 +29,8 @@ def markdown(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequenc
     if screen.side_heads:
         lines += ["", "; ".join(head for _, head in screen.side_heads) + "."]
     headings = [column.full_head if screen.side_heads else column.head for column in screen.columns]
-    lines += ["", _row(headings), _row(["---"] * len(headings))]
-    lines += [_row([_with_grade(cell) for cell in cells]) for cells in screen.rows]
+    lines += ["", row_of(headings), row_of(["---"] * len(headings))]
+    lines += [row_of([_with_grade(cell) for cell in cells]) for cells in screen.rows]
     lines += [
         "",
         "Confirmed: a load level at this rate ran and met the SLO. Estimated: simulated from step "
@@ -70,6 +70,6 @@ def _with_grade(cell: TableCell) -> str:
     return f"{cell.text} *({cell.grade})*" if cell.grade else cell.text
 
 
-def _row(cells: Sequence[str]) -> str:
+def row_of(cells: Sequence[str]) -> str:
     """Return a row of a table. Line feeds and bars would break it, so they are replaced."""
     return f"| {' | '.join(' '.join(text.split()).replace('|', '/') for text in cells)} |"

@@ -20,6 +20,7 @@ from crossover.reports.plan.buy_or_rent import BuyOrRent
 from crossover.reports.plan.later_months import MAX_MONTHS, Milestone
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.plan.plan_options import Option
+from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
@@ -40,6 +41,11 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         console.print()
         if (table := comparison_table(plan)) is not None:
             console.print(terminal_table(table))
+            console.print()
+        if plan.cold_starts:
+            console.print(terminal_table(cold_start_table(plan.cold_starts)))
+            for sentence in cold_start_sentences(plan.cold_starts):
+                console.print(sentence)
             console.print()
         for sentence in [*sentences(plan), "", *explanations(plan)]:
             console.print(sentence)

@@ -61,11 +61,7 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
 
 def _users_in_words(users: Users) -> str:
     """Return `about 110 (92–130)`."""
-    estimate = f"about {formatting.significant(users.estimate)}"
-    if users.low is None or users.high is None:
-        return estimate
-    low = formatting.significant(users.low, rounded="down")
-    return f"{estimate} ({low}–{formatting.significant(users.high, rounded='up')})"
+    return f"about {formatting.with_interval(users.estimate, users.low, users.high)}"
 
 
 def basis_of(answer: QuickAnswer) -> str:

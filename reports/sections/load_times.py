@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
+
+import altair as alt
 
 from crossover.models import formatting
 from crossover.models.tables import Column, table_of
-from crossover.models.weights.weight_formats import weight_bytes
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT
 from crossover.reports.answers.model_answers import Grade, ModelAnswer
+from crossover.reports.chart_style import (
+    ESTIMATED,
+    FAINT,
+    GPU_ESTIMATED,
+    INK,
+    Row,
+    chart_of,
+    layered,
+    palette,
+)
 from crossover.reports.devices.device_catalog import device_named
+from crossover.reports.devices.load_seconds import (
+    COPY_GB_PER_SECOND,
+    START_SECONDS,
+    TRANSFER_SHARE,
+    predicted_load_seconds,
+)
 from crossover.reports.report_data import CellData, ReportData
-from crossover.reports.sections.section import DEVICE, MODEL, Section
-
-# Measured on an H200 (docs/results/h200), from the page cache: bf16 weights of 1B (2.47 GB) in
-# 6.6 s and of 8B (16.1 GB) in 7.9 s. The line through both: a process with CUDA and torch takes
-# 6.3 s to start, and weights are copied at 10.5 GB/s.
-START_SECONDS = 6.3
-COPY_GB_PER_SECOND = 10.5
-TRANSFER_SHARE = 0.7  # of the link's peak that copies reach, where that is less
+from crossover.reports.sections.section import DEVICE, MODEL, Chart, Section
 
 
 def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
@@ -35,6 +46,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
     ]
     if not cells:
         return None
+    bridge = _bridge(answers)
     grades: tuple[Grade, ...] = ("measured",)
     note = "Measured: from the start of the engine process until it answered."
     if any(seconds is not None for seconds in predicted.values()):
@@ -47,8 +59,10 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
     return Section(
         slug="load-times",
         title="Loading",
-        sentence=_sentence(answers)
-        or f"{cells[-1].name} loads in {formatting.seconds(_measured_seconds(cells[-1]))}.",
+        sentence=f"{cells[-1].name} loads in {formatting.seconds(_measured_seconds(cells[-1]))}."
+        if bridge is None
+        else _sentence(bridge),
+        charts=() if bridge is None else (_bridge_chart(bridge),),
         grades=grades,
         table=table_of(
             cells,
@@ -62,18 +76,82 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
     )
 
 
-def _sentence(answers: Sequence[ModelAnswer]) -> str:
-    """Return what the CPU serves while a GPU loads the largest model for which both are known: this
-    machine's GPU as measured, else the takeover GPU as predicted; "": no such model."""
+class Bridge(NamedTuple):
+    """What the CPU serves while a GPU loads a model."""
+
+    model: str
+    cpu: CellData
+    gpu_name: str
+    gpu_rate: float | None  # requests/s, once it has loaded; None: not known
+    load_seconds: float
+
+
+def _bridge(answers: Sequence[ModelAnswer]) -> Bridge | None:
+    """Return the bridge for the largest model that the CPU serves: to this machine's GPU as
+    measured, else to the takeover GPU as predicted; None: no model has both."""
     for answer in reversed(answers):
-        cpu, gpu = answer.cpu, answer.gpu
-        seconds = gpu_load_seconds(answer) if gpu is None else _measured_seconds(gpu)
-        if cpu is not None and cpu.confirmed_rate and seconds:
-            return (
-                f"While a GPU loads {answer.model} for about {formatting.duration(seconds)}, this "
-                f"CPU serves {formatting.of_requests(cpu.confirmed_words)}."
-            )
-    return ""
+        cpu, gpu, takeover = answer.cpu, answer.gpu, answer.takeover_gpu
+        if cpu is None or not cpu.confirmed_rate:
+            continue
+        if gpu is not None and (seconds := _measured_seconds(gpu)):
+            return Bridge(answer.model, cpu, "this GPU", gpu.confirmed_rate, seconds)
+        if takeover is not None and (predicted := gpu_load_seconds(answer)):
+            return Bridge(answer.model, cpu, takeover.name, takeover.low, predicted)
+    return None
+
+
+def _sentence(bridge: Bridge) -> str:
+    return (
+        f"While a GPU loads {bridge.model} for about {formatting.duration(bridge.load_seconds)}, "
+        f"this CPU serves {formatting.of_requests(bridge.cpu.confirmed_words)}."
+    )
+
+
+def _bridge_chart(bridge: Bridge) -> Chart:
+    """Return a bar for each device over the time since the first request: the CPU serves, while the
+    GPU loads, and then the GPU serves."""
+    loaded, end = bridge.load_seconds, 2 * bridge.load_seconds
+    cpu_words = f"serves {bridge.cpu.confirmed_words}"
+    gpu_words = "serves"
+    if bridge.gpu_rate:
+        like = bridge.cpu.unit_rate if bridge.gpu_rate < 1 else None
+        gpu_words = f"serves {formatting.rate(bridge.gpu_rate, rounded='down', like=like)}"
+    rows: list[Row] = [
+        {"device": "this CPU", "start": 0, "end": end, "what": cpu_words, "kind": "CPU serves"},
+        {
+            "device": bridge.gpu_name,
+            "start": 0,
+            "end": loaded,
+            "what": f"loads for {formatting.duration(loaded)}",
+            "kind": "loads",
+        },
+        {
+            "device": bridge.gpu_name,
+            "start": loaded,
+            "end": end,
+            "what": gpu_words,
+            "kind": "GPU serves",
+        },
+    ]
+    colors = {"CPU serves": ESTIMATED, "loads": FAINT, "GPU serves": GPU_ESTIMATED}
+    y = alt.Y("device:N", title=None, sort=None, axis=alt.Axis(labelLimit=160))
+    bars = (
+        chart_of(rows)
+        .mark_bar(height=26)
+        .encode(
+            x=alt.X("start:Q", title="seconds since the first request"),
+            x2="end:Q",
+            y=y,
+            color=palette("kind:N", colors, legend=False),
+        )
+    )
+    words = (
+        chart_of(rows)
+        .mark_text(align="left", dx=6, color=INK)
+        .encode(x="start:Q", y=y, text="what:N")
+    )
+    label = f"While {bridge.gpu_name} loads {bridge.model}, the CPU serves."
+    return Chart(slug="bridge", label=label, spec=layered([bars, words], height=100))
 
 
 def _measured_seconds(cell: CellData) -> float | None:
@@ -88,8 +166,4 @@ def gpu_load_seconds(answer: ModelAnswer) -> float | None:
     gpu, spec = answer.takeover_gpu, answer.cell.spec
     if gpu is None or spec is None or answer.gpu is not None:
         return None
-    link_gb_per_second = device_named(gpu.device).link_gb_per_second
-    if link_gb_per_second is None:
-        return None
-    gb_per_second = min(TRANSFER_SHARE * link_gb_per_second, COPY_GB_PER_SECOND)
-    return START_SECONDS + weight_bytes(spec, GPU_FORMAT) / (gb_per_second * 1e9 * gpu.devices)
+    return predicted_load_seconds(device_named(gpu.device), spec, GPU_FORMAT, gpu.devices)

@@ -110,6 +110,14 @@ class Lengths(msgspec.Struct, frozen=True, eq=False):
             return 1.0
         return len(self.prompt) / float((self.turns.number == 0).sum())
 
+    @property
+    def mean_think_seconds(self) -> float:
+        """Return the mean of the times that users think before a request, which is 0 before the
+        first of a conversation; 0.0 for independent requests."""
+        if self.turns is None:
+            return 0.0
+        return float(np.where(self.turns.number > 0, self.turns.think_seconds, 0.0).mean())
+
     def without_reuse(self) -> Lengths:
         """Return the same requests for a server that computes each history again."""
         if self.turns is None:
@@ -473,11 +481,9 @@ class Server:
         """Return the concurrent users at this rate by Little's law: conversations that begin per
         second, times the seconds that one lasts with all answers and think times. None: the
         requests are independent."""
-        turns = self.lengths.turns
-        if turns is None:
+        if self.lengths.turns is None:
             return None
-        think_seconds = float(np.where(turns.number > 0, turns.think_seconds, 0.0).mean())
-        return rate * (float(self.play(rate).e2e.mean()) + think_seconds)
+        return rate * (float(self.play(rate).e2e.mean()) + self.lengths.mean_think_seconds)
 
     @cached_property
     def saturated_rate(self) -> float:

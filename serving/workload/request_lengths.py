@@ -32,7 +32,7 @@ Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Turns = Annotated[int, Meta(ge=1, le=1000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
+PRESETS: tuple[str, ...] = ("chat", "code", "rag", "sharegpt", "summarise")
 DATA = resources.files("crossover.serving.workload").joinpath("data")
 
 _STREAM = 0x0B  # so that lengths and arrivals get independent random numbers from the same seed

@@ -1,0 +1,97 @@
+"""`crossover size`: how many users each machine carries with each model, and what a team needs.
+
+crossover size --users 50 --task chat --models 1b,8b
+crossover size --users 20 --task rag --models 1b --run runs/ID --format page > offer.html
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import typer
+from rich.console import Console
+
+from crossover.reports.cli.plan_command import (
+    PROGRESS_SECONDS,
+    TEXT_COLUMNS,
+    measured_tables,
+    own_tables,
+)
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.slo import parse_slo
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import Count
+
+
+class SizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover size`."""
+
+    users: Count
+    task: str = "chat"
+    models: str
+    slo: str | None = None
+    run: list[Path] | None = None
+    price: float | None = None
+    machine: list[Path] | None = None
+    machines: list[Path] | None = None
+    device: list[str] | None = None
+    gpu_format: str = "bf16"
+    format: Literal["text", "markdown", "csv", "json", "page"] = "text"
+
+
+def _size(options: SizeOptions) -> None:
+    """Print how many users each machine carries with each model, how many machines that takes for
+    a number of users, and what they cost a month.
+
+    \b
+    crossover size --users 50 --task chat --models 1b,8b
+    crossover size --users 20 --task rag --models 1b --run runs/ID
+    crossover size --users 50 --models 8b --format page > offer.html
+    """
+    # Imported here, so that --help is quick.
+    from crossover.loadtests.campaign.progress import Progress
+    from crossover.reports.plan.sizing import DEFAULT_DEVICES, size
+    from crossover.reports.plan.tasks import task_named
+    from crossover.reports.render import size_text
+
+    models = [name.strip() for name in options.models.split(",") if name.strip()]
+    if not models:
+        raise ReportError(
+            "--models names no model. Give names of `crossover models list`, such as 1b,8b."
+        )
+    try:
+        slo = None if options.slo is None else parse_slo(options.slo)
+    except ValueError as problem:
+        raise ReportError(f"--slo {problem}") from None
+    machines = own_tables(options.run or [], options.price, options.machine or [])
+    machines += measured_tables(options.machines or [])
+    with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
+        sizing = size(
+            task_named(options.task),
+            options.users,
+            list(dict.fromkeys(models)),
+            machines,
+            options.device or DEFAULT_DEVICES,
+            slo=slo,
+            gpu_format=options.gpu_format,
+            report_progress=lambda name, done: progress.tick(f"simulating {name}", done),
+        )
+    match options.format:
+        case "markdown":
+            text = size_text.as_markdown(sizing)
+        case "csv":
+            text = size_text.as_csv(sizing).rstrip("\n")
+        case "json":
+            text = size_text.as_json(sizing)
+        case "page":
+            text = size_text.as_page(sizing)
+        case "text":
+            console = Console()
+            width = console.width if console.is_terminal else TEXT_COLUMNS
+            text = size_text.as_text(sizing, width)
+    typer.echo(text)
+
+
+size = command_of(SizeOptions, _size)

@@ -1,0 +1,52 @@
+"""Cold starts as a table and sentences, for the text of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from crossover.models import formatting
+from crossover.models.tables import Column, Table, table_of
+from crossover.reports.plan.cold_start import ColdStart
+
+
+def cold_start_table(cold_starts: Sequence[ColdStart]) -> Table:
+    """Return a row for each machine that stops when it is idle."""
+    return table_of(
+        cold_starts,
+        Column("if it stops", "text", lambda start: start.machine),
+        Column("loads in", "text", _load_words),
+        Column("first user waits", "text", lambda start: formatting.duration(start.start_seconds)),
+        Column("requests wait", "share", lambda start: formatting.share(start.waiting_share)),
+        Column("$/month stopping", "number", lambda start: _dollars(start.stopping_dollars)),
+        Column("$/month warm", "number", lambda start: _dollars(start.warm_dollars)),
+    )
+
+
+def cold_start_sentences(cold_starts: Sequence[ColdStart]) -> Iterator[str]:
+    """Yield what your machine serves while rented ones start, and what the columns mean."""
+    bridged = [start for start in cold_starts if start.bridge and start.bridged_share is not None]
+    if bridged:
+        first = bridged[0]
+        rate = formatting.requests(first.bridge_rate, rounded="down")
+        waits = (
+            "nobody waits for a start"
+            if not first.bridged_share
+            else f"{formatting.share(first.bridged_share)} of the requests wait for a start"
+        )
+        yield (
+            f"While {first.machine} starts ({formatting.duration(first.start_seconds)}), "
+            f"{first.bridge} serves up to {rate}: then {waits}."
+        )
+    yield (
+        "First user waits: for the machine and its model. Requests wait: those that find it "
+        "stopped, or come while it starts. Stopping: with scale to zero, if one machine suffices; "
+        "warm: at least one runs day and night."
+    )
+
+
+def _load_words(start: ColdStart) -> str:
+    return f"{formatting.seconds(start.load_seconds)} ({start.grade})"
+
+
+def _dollars(dollars: float | None) -> str:
+    return "-" if dollars is None else f"${dollars:,.0f}"

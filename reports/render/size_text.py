@@ -1,0 +1,169 @@
+"""The sizing table as text, Markdown, CSV, JSON and a page (`crossover size --format`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+
+import jinja2
+import msgspec
+from markupsafe import Markup
+from rich.console import Console
+
+from crossover.models import formatting
+from crossover.models.tables import Column, Table, table_of, terminal_table
+from crossover.reports.answers.headline import slo_words
+from crossover.reports.plan.sizing import SizeRow, Sizing
+from crossover.reports.plan.tasks import task_named
+from crossover.reports.render.json_and_csv import as_csv as csv_of
+from crossover.reports.render.markdown import row_of, without_markup
+
+NO_ANSWER = "-"
+
+
+def as_json(sizing: Sizing) -> str:
+    """Return all numbers as JSON."""
+    return msgspec.json.format(msgspec.json.encode(sizing), indent=1).decode()
+
+
+def as_csv(sizing: Sizing) -> str:
+    """Return a line for each model on each machine; a missing value is an empty cell."""
+    records = [
+        {
+            "task": sizing.task,
+            "users": sizing.users,
+            "model": row.model,
+            "machine": row.machine,
+            "users_each": row.users_each,
+            "users_each_low": row.users_each_low,
+            "users_each_high": row.users_each_high,
+            "machines": row.machines,
+            "dollars_per_month": row.dollars,
+            "energy_unknown": row.energy_unknown,
+            "kwh_per_month": row.kwh,
+            "basis": row.grade,
+            "reason": row.reason or None,
+            "is_choice": row.is_choice,
+        }
+        for row in sizing.rows
+    ]
+    return csv_of(records).decode()
+
+
+def as_text(sizing: Sizing, columns: int = 100) -> str:
+    """Return sentences and a table for a terminal."""
+    console = Console(width=columns, no_color=True, highlight=False, markup=False)
+    with console.capture() as output:
+        console.print(heading(sizing))
+        for sentence in _choices(sizing):
+            console.print(sentence)
+        console.print()
+        console.print(terminal_table(_table(sizing)))
+        console.print()
+        for sentence in _explanations(sizing):
+            console.print(sentence)
+    return output.get().rstrip()
+
+
+def as_markdown(sizing: Sizing) -> str:
+    """Return the table as Markdown, with the sentences around it."""
+    table = _table(sizing)
+    rules = ["---:" if index in table.numeric else "---" for index in range(len(table.columns))]
+    lines = [f"## {heading(sizing)}", ""]
+    lines += [f"- {sentence}" for sentence in _choices(sizing)]
+    lines += ["", row_of(table.columns), row_of(rules), *map(row_of, table.rows), ""]
+    lines += list(_explanations(sizing))
+    return "\n".join(map(without_markup, lines))
+
+
+def as_page(sizing: Sizing) -> str:
+    """Return one HTML file, which needs no network."""
+    assets = resources.files(__package__).joinpath("assets")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(assets.joinpath("size.html").read_text("utf-8")).render(
+        heading=heading(sizing),
+        choices=list(_choices(sizing)),
+        table=_table(sizing),
+        grades=[row.grade for row in sizing.rows],
+        explanations=list(_explanations(sizing)),
+        css=Markup(assets.joinpath("report.css").read_text("utf-8")),  # noqa: S704  # our own file
+    )
+
+
+def heading(sizing: Sizing) -> str:
+    """Return `50 users who chat`."""
+    users = "1 user" if sizing.users == 1 else f"{sizing.users:,} users"
+    return f"{users} who {task_named(sizing.task).does}"
+
+
+def _choices(sizing: Sizing) -> Iterator[str]:
+    """Yield the cheapest machines for each model, as one sentence."""
+    for model in sizing.models:
+        choice = sizing.choice_of(model)
+        if choice is None:
+            yield f"{model}: no machine of this table at a known price, with 90 % confidence."
+        else:
+            machines = choice.machine
+            if choice.machines != 1:
+                group = f"({machines})" if " x " in machines else machines
+                machines = f"{choice.machines} x {group}"
+            yield f"{model}: {machines}, {_cost(choice)} a month, {choice.grade}."
+
+
+def _table(sizing: Sizing) -> Table:
+    """Return a row for each model on each machine; a star marks the cheapest of a model."""
+    return table_of(
+        sizing.rows,
+        Column("model", "text", lambda row: f"{'*' if row.is_choice else ' '} {row.model}"),
+        Column("machine", "text", lambda row: row.machine),
+        Column("users each", "number", _users_each),
+        Column("machines", "count", lambda row: row.machines, missing=NO_ANSWER),
+        Column("$/month", "number", _cost),
+        Column("basis", "text", lambda row: row.reason or row.grade),
+    )
+
+
+def _users_each(row: SizeRow) -> str:
+    if row.users_each is None:
+        return NO_ANSWER
+    return formatting.with_interval(row.users_each, row.users_each_low, row.users_each_high)
+
+
+def _cost(row: SizeRow) -> str:
+    """Return `$588`, `$0 + energy`, `price unknown` or `-`."""
+    if row.dollars is None:
+        return NO_ANSWER if row.machines is None else "price unknown"
+    return f"${row.dollars:,.0f}" + (" + energy" if row.energy_unknown else "")
+
+
+def _explanations(sizing: Sizing) -> Iterator[str]:
+    """Yield what the numbers rest on."""
+    think = formatting.seconds(sizing.think_seconds)
+    yield (
+        f"Users: at work at the same time; each waits for an answer, thinks for {think} on "
+        f"average, then asks again. Requests: {sizing.lengths}."
+    )
+    yield f"SLO: {slo_words(sizing.slo)}. {task_named(sizing.task).source}"
+    yield (
+        "Users each: the users that one machine carries, with the ends that it exceeds, and stays "
+        "below, in nine of ten cases. Machines: as many as the low end needs. Cost: rented day and "
+        "night at list prices; of machines that are yours, the energy that serving takes."
+    )
+    yield (
+        "Basis: confirmed, a load level at this rate ran on it; estimated, simulated from times "
+        "measured on it; predicted, from datasheets or from other models measured on it. Weights: "
+        f"{', '.join(sizing.cpu_formats)} on CPUs, {sizing.gpu_format} on GPUs that were not "
+        "measured."
+    )
+    machines_by_note: dict[str, list[str]] = {}
+    for row in sizing.rows:
+        for note in row.notes:
+            machines = machines_by_note.setdefault(note, [])
+            if row.machine not in machines:
+                machines.append(row.machine)
+    for note, machines in machines_by_note.items():
+        yield f"{', '.join(machines)}: {note}."
+    if sizing.price_date:
+        yield f"List prices of {sizing.price_date} or later."
