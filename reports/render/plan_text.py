@@ -235,6 +235,11 @@ def _milestone_clause(plan: Plan, milestone: Milestone) -> str:
         cost = f"{option.machines} machines, {_cost(option, with_spread=False)} a month"
         title = _title(plan, option)
         return f"a further machine is needed in month {month}, at {rate}: {title} ({cost})"
+    if milestone.kind == "no choice":
+        return (
+            f"no option of a known price meets the SLO with 90 % confidence from month {month} on, "
+            f"at {rate}"
+        )
     if machine in {option.machine for option in plan.options if option.kind == "as it is"}:
         machine = your_machine(plan, machine)
     if month is None:
