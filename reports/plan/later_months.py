@@ -135,12 +135,21 @@ def totals(
     years = question.keys.years
     if years is None:
         return {}
-    forecasts = [forecast_in(question, month) for month in range(round(12 * years))]
+    count = 12 * years
+    # The last month may be a part of one.
+    shares = [min(1.0, count - month) for month in range(math.ceil(count - MONTH_ROUNDING))]
+    forecasts = [forecast_in(question, month) for month in range(len(shares))]
     result: dict[str, float | None] = {}
     for option in options:
         months = [dollars_of(question, candidates, option.key, load) for load in forecasts]
         known = [dollars for dollars in months if dollars is not None]
-        result[option.title] = sum(known) if len(known) == len(months) else None
+        result[option.title] = _sum(known, shares) if len(known) == len(months) else None
     if api is not None:
-        result["API"] = sum(api.dollars_per_month(forecast.mean_rate) for forecast in forecasts)
+        months_of_api = [api.dollars_per_month(forecast.mean_rate) for forecast in forecasts]
+        result["API"] = _sum(months_of_api, shares)
     return result
+
+
+def _sum(dollars: Sequence[float], shares: Sequence[float]) -> float:
+    """Return the dollars of months, of each of which a share counts."""
+    return sum(each * share for each, share in zip(dollars, shares, strict=True))

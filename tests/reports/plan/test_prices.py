@@ -314,6 +314,9 @@ def test_costs_over_years_follow_the_growth() -> None:
     assert made.totals["exact"] == pytest.approx((8 + 2 * 4) * 0.5 * HOURS_A_MONTH)
     alone = make_plan(question, [machine("here", 1.5, 1.5, 1.5, None, owned=1, watts=9.0)])
     assert alone.totals["here as it is"] is None, "it does not serve the last months"
+    weeks = make_plan(question_with(api=API, years=0.05), [EXACT])
+    assert weeks.totals["exact"] == pytest.approx(0.6 * 0.5 * HOURS_A_MONTH)
+    assert weeks.totals["API"] == pytest.approx(0.6 * api_month)
 
 
 @pytest.mark.parametrize(
