@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from crossover.reports.chart_style import dark_rules, svg
 from crossover.reports.plan.plan_costs import Plan
+from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.reports.render.plan_chart import cost_chart
 from crossover.reports.render.plan_text import (
     choice_sentence,
@@ -36,12 +37,13 @@ def plan_page(plan: Plan) -> str:
     tables = {
         "Options": options_table(plan),
         "Beside the API and over years": comparison_table(plan),
+        "If machines stop": cold_start_table(plan.cold_starts) if plan.cold_starts else None,
     }
     return template.render(
         plan=plan,
         headline=choice_sentence(plan),
         tables={title: table for title, table in tables.items() if table is not None},
-        sentences=list(sentences(plan)),
+        sentences=[*sentences(plan), *cold_start_sentences(plan.cold_starts)],
         explanations=list(explanations(plan)),
         chart=Markup(svg(cost_chart(plan), WIDTH)),  # noqa: S704  # made by vl-convert
         css=Markup(css),  # noqa: S704  # our own file
