@@ -71,7 +71,7 @@ def buy_or_rent(
         rented_dollars=rented.dollars,
     )
     turns: list[tuple[float, _Assumption]] = []
-    for assumption in _assumptions(question, candidates, rented):
+    for assumption in _assumptions(question, candidates, bought, rented):
 
         def rent_less_purchase(factor: float, assumption: _Assumption = assumption) -> float:
             other, machines = assumption.world(factor)
@@ -99,7 +99,7 @@ def buy_or_rent(
 
 
 def _assumptions(
-    question: Question, candidates: Sequence[Candidate], rented: Option
+    question: Question, candidates: Sequence[Candidate], bought: Option, rented: Option
 ) -> Iterator[_Assumption]:
     """Yield what the comparison assumes, as far as it matters."""
 
@@ -140,17 +140,20 @@ def _assumptions(
             )
         )
 
-    purchases = [one.purchase for one in candidates if one.purchase is not None]
+    purchase = next(
+        one.purchase
+        for one in candidates
+        if one.name == (bought.machine_above or bought.machine) and one.purchase is not None
+    )
     if rented.terms == "by the hour" and rented.needed_share:
         yield _Assumption("hours", rented.needed_share, 1.0, with_hours)
-    yield _Assumption("years", purchases[0].years, math.inf, with_years)
-    if purchases[0].residual_share:
-        share = purchases[0].residual_share
-        yield _Assumption("residual_share", share, 1.0, with_residual)
+    yield _Assumption("years", purchase.years, math.inf, with_years)
+    if purchase.residual_share:
+        yield _Assumption("residual_share", purchase.residual_share, 1.0, with_residual)
     if question.keys.dollars_per_kwh:
         price = question.keys.dollars_per_kwh
         yield _Assumption("dollars_per_kwh", price, math.inf, with_energy)
-    if hosting := max(purchase.hosting_dollars_per_month or 0.0 for purchase in purchases):
+    if hosting := purchase.hosting_dollars_per_month:
         yield _Assumption("hosting", hosting, math.inf, with_hosting)
 
 

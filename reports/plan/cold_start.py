@@ -21,7 +21,7 @@ from crossover.reports.devices.device_catalog import find_device
 from crossover.reports.devices.load_seconds import predicted_load_seconds
 from crossover.reports.plan.load_forecast import Load
 from crossover.reports.plan.plan_file import Question
-from crossover.reports.plan.plan_options import Candidate, Option
+from crossover.reports.plan.plan_options import COUNT_ROUNDING, Candidate, Option
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 
 
@@ -82,27 +82,30 @@ def cold_start(
     arrivals: Constant | Poisson | Gamma,
     machine_rate: float,
     dollars_per_hour: float | None,
+    spares: int = 0,
     bridge: Bridge | None = None,
 ) -> ColdStart:
     """Return what stopping a machine does to users and costs.
 
-    `machine_rate`: requests/s that one machine serves.
+    `machine_rate`: requests/s that one machine serves. `spares`: machines that run beside those
+    that the load needs, and stop and start with them.
     """
     start_seconds = machine_seconds + load_seconds
     requests = waiting = bridged = hours_on = hours_warm = 0.0
     for load in loads:
-        count = math.ceil(load.rate / machine_rate)
-        hours_warm += load.hours * max(1, count)
+        count = math.ceil(load.rate / machine_rate - COUNT_ROUNDING)
+        hours_warm += load.hours * (max(1, count) + spares)
         if load.rate <= 0:
             continue
         requests_in_load = load.rate * load.hours
         requests += requests_in_load
         if count > 1:
-            hours_on += load.hours * count
+            hours_on += load.hours * (count + spares)
             continue
         stops = stops_of(arrivals, load.rate, idle_seconds)
         starting_hours = requests_in_load * stops.request_share * start_seconds
-        hours_on += min(load.hours, load.hours * (1 - stops.time_share) + starting_hours)
+        hours_of_one = min(load.hours, load.hours * (1 - stops.time_share) + starting_hours)
+        hours_on += hours_of_one * (1 + spares)
         # Those that find it stopped, and those that come while it starts.
         share = min(1.0, stops.request_share * (1 + load.rate * start_seconds))
         waiting += requests_in_load * share
@@ -133,10 +136,11 @@ def cold_starts(
     keys = question.keys.cold_start
     if keys is None:
         return
+    spares = question.keys.spares
     bridges = [
-        Bridge(candidate.name, candidate.low * candidate.owned)
+        Bridge(candidate.name, candidate.low * (candidate.owned - spares))
         for candidate in candidates
-        if candidate.owned and candidate.low
+        if candidate.owned > spares and candidate.low
     ]
     bridge = max(bridges, key=lambda bridge: bridge.rate, default=None)
     by_name = {candidate.name: candidate for candidate in candidates}
@@ -166,5 +170,6 @@ def cold_starts(
             arrivals=question.keys.forecast.arrivals,
             machine_rate=machine_rate,
             dollars_per_hour=candidate.dollars_per_hour if is_rented else None,
+            spares=spares,
             bridge=bridge if is_rented else None,
         )

@@ -32,10 +32,10 @@ MONTH_ROUNDING = 1e-9  # of a month: 6.9999999999 months are 7
 
 
 class Milestone(msgspec.Struct, frozen=True, kw_only=True):
-    """The first month in which one of your machines is no longer enough, or in which the choice has
-    more machines than today."""
+    """The first month in which one of your machines is no longer enough, in which the choice has
+    more machines than today, or in which nothing can be chosen."""
 
-    kind: Literal["no longer enough", "further machine"]
+    kind: Literal["no longer enough", "further machine", "no choice"]
     # None: not within MAX_MONTHS. 0: today.
     month: int | None
     rate: float | None = None  # requests/s in the busiest hour of that month
@@ -57,7 +57,11 @@ def growth_of(question: Question, candidates: Sequence[Candidate]) -> Growth | N
     percent = question.keys.forecast.growth_percent_per_month
     if percent is None:
         return None
-    milestones = [_no_longer_enough(question, machine) for machine in candidates if machine.owned]
+    milestones = [
+        _no_longer_enough(question, machine)
+        for machine in candidates
+        if machine.owned and not machine.is_uncalibrated
+    ]
     if (further := _further_machine(question, candidates)) is not None:
         milestones.append(further)
     return Growth(percent_per_month=percent, milestones=tuple(milestones))
@@ -100,7 +104,8 @@ def _no_longer_enough(question: Question, machine: Candidate) -> Milestone:
 
 
 def _further_machine(question: Question, candidates: Sequence[Candidate]) -> Milestone | None:
-    """Return when the choice first has more machines than today; None: there is no choice today."""
+    """Return when the choice first has more machines than today, or when no option surely serves
+    the load at a known price; None: there is no choice today."""
     choice = choice_of(ordered_options(question, candidates, question.forecast))
     if choice is None or choice.machines is None:
         return None
@@ -109,7 +114,9 @@ def _further_machine(question: Question, candidates: Sequence[Candidate]) -> Mil
         if forecast.peak_rate > question.forecast.peak_rate * MAX_GROWTH:
             break
         later = choice_of(ordered_options(question, candidates, forecast))
-        if later is not None and (later.machines or 0) > choice.machines:
+        if later is None:
+            return Milestone(kind="no choice", month=month, rate=forecast.peak_rate)
+        if (later.machines or 0) > choice.machines:
             return Milestone(
                 kind="further machine", month=month, rate=forecast.peak_rate, option=later
             )
@@ -128,12 +135,21 @@ def totals(
     years = question.keys.years
     if years is None:
         return {}
-    forecasts = [forecast_in(question, month) for month in range(round(12 * years))]
+    count = 12 * years
+    # The last month may be a part of one.
+    shares = [min(1.0, count - month) for month in range(math.ceil(count - MONTH_ROUNDING))]
+    forecasts = [forecast_in(question, month) for month in range(len(shares))]
     result: dict[str, float | None] = {}
     for option in options:
         months = [dollars_of(question, candidates, option.key, load) for load in forecasts]
         known = [dollars for dollars in months if dollars is not None]
-        result[option.title] = sum(known) if len(known) == len(months) else None
+        result[option.title] = _sum(known, shares) if len(known) == len(months) else None
     if api is not None:
-        result["API"] = sum(api.dollars_per_month(forecast.mean_rate) for forecast in forecasts)
+        months_of_api = [api.dollars_per_month(forecast.mean_rate) for forecast in forecasts]
+        result["API"] = _sum(months_of_api, shares)
     return result
+
+
+def _sum(dollars: Sequence[float], shares: Sequence[float]) -> float:
+    """Return the dollars of months, of each of which a share counts."""
+    return sum(each * share for each, share in zip(dollars, shares, strict=True))

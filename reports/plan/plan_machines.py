@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -144,19 +145,58 @@ def candidates_of(
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
-    candidates: list[Candidate] = []
+    candidates: list[tuple[Candidate, str]] = []  # with the run or file that it comes from
     for number, keys in enumerate(machines):
         report_progress(
             Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
         )
-        candidates += _own_machine(question, keys, number)
+        source = _source_name(question.folder, keys)
+        candidates += [(machine, source) for machine in _own_machine(question, keys, number)]
     rented = partial(_catalog_candidate, question, your_prices)
     with _processes(len(devices)) as map_in_processes:
         simulated = iter(map_in_processes(rented, devices))
         for number, device in enumerate(devices, len(machines)):
             report_progress(device.name, number / machine_count)
-            candidates.append(next(simulated))
-    return candidates
+            candidates.append((next(simulated), ""))
+    return _with_distinct_names(candidates)
+
+
+def _source_name(folder: Path, keys: MachineKeys) -> str:
+    """Return the name of the run or of the file of a machine; "": it has neither."""
+    if keys.run is not None:
+        return (folder / keys.run).resolve().name
+    return "" if keys.file is None else Path(keys.file).stem
+
+
+def _with_distinct_names(candidates: Sequence[tuple[Candidate, str]]) -> list[Candidate]:
+    """Return machines of which no two have the same name, since options and costs go by name.
+
+    Runs and files of the same kind of machine give the same name. Each then has the name of its run
+    or file in brackets, and a number if that is the same too.
+    """
+    counts = Counter(candidate.name for candidate, _ in candidates)
+    taken_names: set[str] = set()
+    machines: list[Candidate] = []
+    for candidate, source in candidates:
+        if counts[candidate.name] > 1 and source:
+            number = 1
+            named = _renamed(candidate, source)
+            while named.name in taken_names:
+                number += 1
+                named = _renamed(candidate, f"{source}, {number}")
+            candidate = named
+        taken_names.add(candidate.name)
+        machines.append(candidate)
+    return machines
+
+
+def _renamed(candidate: Candidate, suffix: str) -> Candidate:
+    """Return a machine, and the devices in it, with a suffix to their names."""
+    return msgspec.structs.replace(
+        candidate,
+        device=f"{candidate.device} ({suffix})",
+        parts=tuple(_renamed(part, suffix) for part in candidate.parts),
+    )
 
 
 @contextmanager

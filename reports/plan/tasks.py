@@ -19,6 +19,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     does: str  # "chat": 50 users who chat
+    one_does: str  # "chats": 1 user who chats
     workload: Workload
     slo: Slo
     # From the end of an answer to the next request. None: the workload has conversations, with
@@ -40,6 +41,7 @@ TASKS = {
         Task(
             name="chat",
             does="chat",
+            one_does="chats",
             workload=DEFAULT_WORKLOAD,
             slo=SLO_PRESETS["chat"],
             think_seconds=45.0,
@@ -50,6 +52,7 @@ TASKS = {
         Task(
             name="rag",
             does="ask about documents that a search found (RAG)",
+            one_does="asks about documents that a search found (RAG)",
             workload=Workload(preset="rag"),
             slo=SLO_PRESETS["chat"],
             think_seconds=40.0,
@@ -59,6 +62,7 @@ TASKS = {
         Task(
             name="agent",
             does="run an agent each",
+            one_does="runs an agent",
             workload=Workload(preset="agent"),
             slo=SLO_PRESETS["agent"],
             source="Lengths, turns and the time that tools take of inference-perf's deep-research.",
@@ -66,6 +70,7 @@ TASKS = {
         Task(
             name="summarise",
             does="have documents summarized",
+            one_does="has documents summarized",
             workload=Workload(preset="summarise"),
             slo=SLO_PRESETS["reading"],
             think_seconds=60.0,
@@ -75,6 +80,7 @@ TASKS = {
         Task(
             name="code",
             does="have code completed",
+            one_does="has code completed",
             workload=Workload(preset="code"),
             slo=SLO_PRESETS["interactive"],
             think_seconds=15.0,

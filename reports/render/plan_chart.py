@@ -121,9 +121,13 @@ def _lines(plan: Plan) -> dict[float, str]:
         if not milestone.month or milestone.rate is None:
             continue
         day = plan.requests_a_day(milestone.rate)
-        event = "one more machine"
-        if milestone.kind == "no longer enough":
-            event = f"{your_machine(plan, milestone.machine)} is not enough"
+        match milestone.kind:
+            case "no longer enough":
+                event = f"{your_machine(plan, milestone.machine)} is not enough"
+            case "no choice":
+                event = "no option is enough"
+            case "further machine":
+                event = "one more machine"
         lines[day] = (
             f"{lines[day]}, {event}" if day in lines else f"month {milestone.month}: {event}"
         )

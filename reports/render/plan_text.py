@@ -241,6 +241,11 @@ def _milestone_clause(plan: Plan, milestone: Milestone) -> str:
         cost = f"{option.machines} machines, {_cost(option, with_spread=False)} a month"
         title = _title(plan, option)
         return f"a further machine is needed in month {month}, at {rate}: {title} ({cost})"
+    if milestone.kind == "no choice":
+        return (
+            f"no option of a known price meets the SLO with 90 % confidence from month {month} on, "
+            f"at {rate}"
+        )
     if machine in {option.machine for option in plan.options if option.kind == "as it is"}:
         machine = your_machine(plan, machine)
     if month is None:
@@ -314,7 +319,17 @@ def choice_sentence(plan: Plan) -> str:
         return f"No option meets the SLO for {load} with 90 % confidence."
     count = choice.machines or 1
     rented_machines = choice.machine if count == 1 else f"{count} x {choice.machine}"
+    owned = next(
+        (
+            option.machines or 1
+            for option in plan.options
+            if option.kind == "as it is" and option.machine == choice.machine
+        ),
+        0,
+    )
     your_machine = f"Your machine ({choice.machine})"
+    if owned > 1:
+        your_machine = f"Your {owned} machines ({choice.machine})"
     if choice.label:
         your_machine = f"{choice.label[:1].upper()}{choice.label[1:]} ({choice.machine})"
     how = {
@@ -324,17 +339,21 @@ def choice_sentence(plan: Plan) -> str:
         "bought": "bought",
         None: "",
     }[choice.terms]
-    above_how = f"{how} for the load above its capacity"
+    its = "their" if owned > 1 else "its"
+    above_how = f"{how} for the load above {its} capacity"
     if choice.terms == "by the hour":
-        above_how = "rented in the hours that exceed its capacity"
+        above_how = f"rented in the hours that exceed {its} capacity"
     subjects = {
-        "as it is": your_machine if choice.label else f"{your_machine} as it is",
+        "as it is": your_machine
+        if choice.label
+        else f"{your_machine} as {'it is' if owned == 1 else 'they are'}",
         "more of it": f"{count} machines like yours ({choice.machine}), {how},",
-        "it and rented": f"{your_machine}, with {max(1, count - 1)} x {choice.machine_above} "
+        "it and rented": f"{your_machine}, with {max(1, count - owned)} x {choice.machine_above} "
         f"{above_how},",
         "rented": f"{rented_machines}, {how},",
     }
-    verb = "serve" if choice.kind != "it and rented" and count > 1 else "serves"
+    is_plural = owned > 1 if choice.kind == "it and rented" else count > 1
+    verb = "serve" if is_plural else "serves"
     cost = f"{_cost(choice, with_spread=False)} a month, {choice.grade}"
     return f"{subjects[choice.kind]} {verb} {load}: {cost}."
 

@@ -93,9 +93,11 @@ def as_page(sizing: Sizing) -> str:
 
 
 def heading(sizing: Sizing) -> str:
-    """Return `50 users who chat`."""
-    users = "1 user" if sizing.users == 1 else f"{sizing.users:,} users"
-    return f"{users} who {task_named(sizing.task).does}"
+    """Return `50 users who chat`, `1 user who chats`."""
+    task = task_named(sizing.task)
+    if sizing.users == 1:
+        return f"1 user who {task.one_does}"
+    return f"{sizing.users:,} users who {task.does}"
 
 
 def _choices(sizing: Sizing) -> Iterator[str]:
@@ -149,7 +151,7 @@ def _explanations(sizing: Sizing) -> Iterator[str]:
     yield (
         "Users each: the users that one machine carries, with the ends that it exceeds, and stays "
         "below, in nine of ten cases. Machines: as many as the low end needs. Cost: rented day and "
-        "night at list prices; of machines that are yours, the energy that serving takes."
+        "night; of machines that are paid for, the energy that serving takes."
     )
     yield (
         "Basis: confirmed, a load level at this rate ran on it; estimated, simulated from times "

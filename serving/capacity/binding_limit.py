@@ -30,7 +30,12 @@ from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.scheduler_settings import MAX_GPU_SLOTS, SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
-from crossover.serving.capacity.slot_count import MIN_GAIN, REQUESTS, SlotsChoice, best_slots
+from crossover.serving.capacity.slot_count import (
+    MIN_GAIN,
+    SlotsChoice,
+    best_slots,
+    compared_requests,
+)
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
 LimitKind = Literal[
@@ -205,7 +210,7 @@ def binding_limit(
                 waited_share=None,
                 lifted_rate=lifted_rate,
                 lifted_to=_history_tokens(
-                    server.changed(None, settings, count=REQUESTS), lifted_rate
+                    server.changed(None, settings, count=compared_requests(server)), lifted_rate
                 ),
             )
     return binding
@@ -256,7 +261,7 @@ class _Gains:
         step_times: StepTimeModel | None = None,
         settings: SchedulerSettings | None = None,
     ) -> float:
-        count = min(self.server.count, REQUESTS)
+        count = compared_requests(self.server)
         return self.server.changed(step_times, settings, count=count).crossing(self._slo)
 
 

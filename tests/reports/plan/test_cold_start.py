@@ -4,6 +4,7 @@ serves meanwhile."""
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from crossover.models.identity.model_ladder import ladder_model
@@ -63,6 +64,28 @@ def test_hours_that_need_several_machines_stop_none() -> None:
     assert start.warm_dollars == 2.0 * (3 * 10 + 100)
     assert start.stopping_dollars == pytest.approx((quiet.stopping_dollars or 0) + 2.0 * 3 * 10)
     assert start.waiting_share < quiet.waiting_share / 10
+
+
+def test_spares_run_and_stop_with_the_machines_that_the_load_needs() -> None:
+    question = read_question(
+        {
+            "model": "1b",
+            "spares": 1,
+            "forecast": {"peak_rate": 0.001},
+            "cold_start": {"machine_seconds": 60},
+        }
+    )
+    mine = machine("mine", None, owned=1)
+    plan = make_plan(question, [mine, machine("NVIDIA L4", 0.8)])
+    (rented,) = plan.cold_starts
+    assert plan.choice is not None and rented.warm_dollars == plan.choice.dollars
+    without_spares = msgspec.structs.replace(question.keys, spares=0)
+    single = make_plan(
+        msgspec.structs.replace(question, keys=without_spares), [machine("NVIDIA L4", 0.8)]
+    ).cold_starts[0]
+    assert rented.stopping_dollars == pytest.approx(2 * (single.stopping_dollars or 0.0))
+    # The only machine of yours may fail, so that it is no bridge.
+    assert rented.bridge == ""
 
 
 def test_what_the_bridge_serves_does_not_wait() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -84,6 +85,18 @@ def test_what_is_rented_is_rented_in_the_hours_that_need_it() -> None:
     assert office.choice.dollars < flat.choice.dollars
     mixed = plan(1.2, HERE, BIG, forecast={"day": "night"})
     assert mixed.choice is not None and mixed.choice.kind == "it and rented"
+
+
+def test_the_answer_counts_your_machines_and_those_to_rent_apart() -> None:
+    """Two machines serve 1 request/s; the 3.5 requests/s above that need two machines of 2/s."""
+    two = msgspec.structs.replace(HERE, owned=2)
+    above = choice_sentence(plan(4.5, two, SMALL))
+    assert above.startswith(
+        "Your 2 machines (here), with 2 x small rented in the hours that exceed their capacity, "
+        "serve"
+    )
+    enough = choice_sentence(plan(0.9, two, SMALL))
+    assert enough.startswith("Your 2 machines (here) as they are serve llama-3.2-1b at 54")
 
 
 def test_the_change_of_the_choice_lies_on_a_stair() -> None:

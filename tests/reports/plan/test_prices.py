@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from crossover.cli import app
+from crossover.loadtests.capacity.machine_file import write_machine_file
 from crossover.reports.plan.api_price import ApiCost, api_cost
 from crossover.reports.plan.break_even import break_even
 from crossover.reports.plan.buy_or_rent import buy_or_rent
@@ -18,7 +19,7 @@ from crossover.reports.plan.later_months import months_until
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
 from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_file import ApiKeys, BadPlan, Question, read_question
-from crossover.reports.plan.plan_machines import candidates_of
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.plan_options import (
     Candidate,
     Option,
@@ -28,6 +29,7 @@ from crossover.reports.plan.plan_options import (
 )
 from crossover.reports.render.plan_chart import cost_chart
 from crossover.reports.render.plan_text import as_text
+from tests.loadtests.capacity.machine_files import machine_file
 from tests.reports.plan.test_plan import machine, make_question
 
 SECONDS_A_MONTH = HOURS_A_MONTH * 3600  # 2,629,800
@@ -226,6 +228,25 @@ def test_the_answer_names_the_years_after_which_buying_wins() -> None:
     )
 
 
+def test_the_answer_names_the_hosting_of_the_machine_that_is_bought() -> None:
+    """$101 a month against a reservation of $109.58; another machine costs hosting of $300."""
+    question = question_with(years=3.0, dollars_per_kwh=0.0)
+    terms = {"years": 3.0}
+    cheap = Purchase(dollars=36.0, hosting_dollars_per_month=100.0, **terms)
+    dear = Purchase(dollars=9000.0, hosting_dollars_per_month=300.0, **terms)
+    rates = (2.0, 2.0, 2.0, None)
+    candidates = [
+        priced(machine("dear", *rates, watts=1.0), purchase=dear),
+        priced(machine("cheap", *rates, watts=1.0), purchase=cheap),
+        priced(machine("rented", *rates), reserved_dollars_per_hour=0.15),
+    ]
+    options = ordered_options(question, candidates, question.forecast)
+    answer = buy_or_rent(question, candidates, options)
+    assert answer is not None and answer.bought == "cheap, bought"
+    assert (answer.assumption, answer.value) == ("hosting", 100.0)
+    assert answer.threshold == pytest.approx(0.15 * HOURS_A_MONTH - 1.0)
+
+
 def test_months_are_counted_until_the_rate_is_above_the_capacity() -> None:
     # 0.4 x 1.05^4 = 0.486, x 1.05^5 = 0.511
     assert months_until(0.4, 0.5, 5.0) == 5
@@ -256,6 +277,31 @@ def test_growth_names_the_month_in_which_a_machine_no_longer_suffices() -> None:
     assert set(labels) == {"forecast", *months}
 
 
+def test_growth_names_the_month_from_which_nothing_can_be_chosen() -> None:
+    here = machine("here", 0.5, 0.6, 0.7, None, owned=1, watts=100.0)
+    unpriced = machine("unpriced", 2.0, 2.0, 2.0, None)
+    question = question_with(0.4, forecast={"growth_percent_per_month": 5.0})
+    made = make_plan(question, [here, unpriced])
+    text = text_of(made)
+    assert (
+        "No option of a known price meets the SLO with 90 % confidence from month 5 on, at 31 "
+        "requests a minute." in text
+    )
+    assert "further machine" not in text
+
+
+def test_growth_says_nothing_of_a_machine_that_nobody_measured() -> None:
+    question = make_question(
+        forecast={"growth_percent_per_month": 5.0},
+        devices=[],
+        machines=[{"device": "Intel Xeon 6980P"}],
+    )
+    made = make_plan(question, [*candidates_of(question), EXACT])
+    assert made.growth is not None
+    assert [milestone.kind for milestone in made.growth.milestones] == ["further machine"]
+    assert "perhaps: calibrate it" in text_of(made) and "not enough today" not in text_of(made)
+
+
 def test_costs_over_years_follow_the_growth() -> None:
     question = question_with(
         api=API, years=1.0, forecast={"growth_percent_per_month": 10.0, "peak_rate": 1.0}
@@ -268,6 +314,9 @@ def test_costs_over_years_follow_the_growth() -> None:
     assert made.totals["exact"] == pytest.approx((8 + 2 * 4) * 0.5 * HOURS_A_MONTH)
     alone = make_plan(question, [machine("here", 1.5, 1.5, 1.5, None, owned=1, watts=9.0)])
     assert alone.totals["here as it is"] is None, "it does not serve the last months"
+    weeks = make_plan(question_with(api=API, years=0.05), [EXACT])
+    assert weeks.totals["exact"] == pytest.approx(0.6 * 0.5 * HOURS_A_MONTH)
+    assert weeks.totals["API"] == pytest.approx(0.6 * api_month)
 
 
 @pytest.mark.parametrize(
@@ -330,6 +379,32 @@ def test_what_is_not_known_of_a_cost_is_named_and_never_taken_for_free() -> None
         "exact (idle_watts); hosting of exact (hosting_dollars_per_month)." in text
     )
     assert "Nobody measured whether it meets the SLO." in text
+
+
+def test_machines_of_the_same_name_keep_their_own_prices(tmp_path: Path) -> None:
+    """Two files of the same kind of machine, one of which is given twice: three rows."""
+    for stem, dollars in (("cloud", 0.1), ("shop", 0.4)):
+        write_machine_file(tmp_path / f"{stem}.json", machine_file(dollars_per_hour=dollars))
+    tables = [{"file": f"{stem}.json", "owned": 0} for stem in ("cloud", "shop", "shop")]
+    question = question_of_tables(
+        {
+            "model": "135m",
+            "years": 1.0,
+            "forecast": {"peak_rate": 0.1},
+            "api": {"input": 1.0, "output": 1.0},
+            "workload": {"prompt_tokens": 100, "output_tokens": 20},
+            "machines": tables,
+            "devices": [],
+        },
+        tmp_path,
+    )
+    made = make_plan(question, candidates_of(question))
+    dollars_by_name = {option.machine: option.dollars or 0.0 for option in made.options}
+    assert list(dollars_by_name) == ["lab (cloud)", "lab (shop)", "lab (shop, 2)"]
+    for name, dollars in dollars_by_name.items():
+        assert made.totals[name] == pytest.approx(12 * dollars)
+    rates = {even.option: even.rate or 0.0 for even in made.break_evens}
+    assert rates["lab (shop)"] > 2 * rates["lab (cloud)"] > 0
 
 
 def test_a_machine_of_the_file_that_you_do_not_have_replaces_the_device_of_its_name() -> None:

@@ -15,7 +15,7 @@ from crossover.reports.plan.plan_file import read_question
 from crossover.reports.plan.plan_options import Candidate
 from crossover.reports.plan.sizing import SizeRow, Sizing, Team, _row, _rows, size
 from crossover.reports.plan.tasks import TASKS, Task, task_named
-from crossover.reports.render.size_text import as_csv, as_markdown, as_page, as_text
+from crossover.reports.render.size_text import as_csv, as_markdown, as_page, as_text, heading
 from crossover.reports.report_data import read_report
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.capacity.step_time_model import StepTimeModel
@@ -97,6 +97,7 @@ def test_a_run_of_the_task_s_requests_gives_its_confirmed_rate() -> None:
     task = Task(
         name="chat",
         does="chat",
+        one_does="chats",
         workload=data.workload,
         slo=data.slo,
         think_seconds=20.0,
@@ -130,6 +131,28 @@ def test_a_model_that_does_not_fit_a_calibrated_machine_says_so(tmp_path: Path) 
 
 def small_table() -> Sizing:
     return size(task_named("chat"), 50, ["1b", "8b"], [], ["NVIDIA L4", "Intel Xeon 6980P"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_user_is_one(name: str) -> None:
+    sizing = Sizing(
+        task=name,
+        users=1,
+        think_seconds=45.0,
+        lengths="",
+        slo=SLO_PRESETS["chat"],
+        cpu_formats=(),
+        gpu_format="bf16",
+        rows=(),
+    )
+    assert heading(sizing).startswith(
+        (
+            "1 user who chats",
+            "1 user who asks about documents",
+            "1 user who runs an agent",
+            "1 user who has ",
+        )
+    )
 
 
 def test_every_form_of_the_table_has_all_rows_with_their_grades() -> None:

@@ -90,3 +90,24 @@ def test_a_cache_with_room_for_all_contexts_keeps_it_and_a_smaller_pool_stays() 
     pool = msgspec.structs.replace(whole, kv_tokens=4096)
     assert with_slots(pool, 32).kv_tokens == 4096
     assert with_slots(whole, 512).step_tokens == 1024, "two tokens for each slot"
+
+
+def test_the_gain_of_slots_with_conversations_is_that_of_the_capacities() -> None:
+    """Eight slots lose most histories. Of so few conversations that none is lost at first, the
+    capacity would be another."""
+    talk = Workload(prompt_tokens=200, output_tokens=40, turns=5, think_seconds=20.0)
+    step_times = StepTimeModel(
+        base_seconds=0.0075,
+        row_seconds=0.00115,
+        prompt_token_seconds=0.00085,
+        context_token_seconds=3e-6,
+    )
+    settings = SchedulerSettings(slots=8, context_tokens=2048)
+    one = Server(step_times, settings, lengths_of(talk, 4000, SEED), count=4000)
+    slo = SLO_PRESETS["conversation"]
+    choice = best_slots(one, slo, max_slots=32)
+    present, best = (
+        one.changed(None, with_slots(settings, slots), count=4000).crossing(slo)
+        for slots in (8, choice.slots)
+    )
+    assert choice.slots == 32 and choice.gain == pytest.approx(best / present, rel=0.1)
