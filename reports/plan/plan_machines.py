@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -140,12 +141,11 @@ def candidates_of(
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     machine_count = len(machines) + len(devices)
-    candidates: list[Candidate] = []
+    of_machines: list[list[Candidate]] = []
     for number, keys in enumerate(machines):
-        report_progress(
-            Path(keys.run or keys.file or str(keys.device)).name, number / machine_count
-        )
-        candidates += _own_machine(question, keys, number)
+        report_progress(_source_name(keys), number / machine_count)
+        of_machines.append(_own_machine(question, keys, number))
+    candidates = _with_unique_names(machines, of_machines)
     rented = partial(_catalog_candidate, question, your_prices)
     with _processes(len(devices)) as map_in_processes:
         simulated = iter(map_in_processes(rented, devices))
@@ -153,6 +153,42 @@ def candidates_of(
             report_progress(device.name, number / machine_count)
             candidates.append(next(simulated))
     return candidates
+
+
+def _source_name(keys: MachineKeys) -> str:
+    """Return the name of the run folder, file or device that a machine comes from."""
+    return Path(keys.run or keys.file or str(keys.device)).name
+
+
+def _with_unique_names(
+    machines: Sequence[MachineKeys], of_machines: Sequence[Sequence[Candidate]]
+) -> list[Candidate]:
+    """Return the candidates of all machines of the file. Those of machines with equal names, such
+    as two with the same CPU, get the names of their runs or files too, because costs belong to
+    names.
+
+    Raises BadPlan for a run, file or device that is there twice without a name of its own.
+    """
+    counts = Counter(
+        name for candidates in of_machines for name in {one.name for one in candidates}
+    )
+    first_by_name: dict[str, int] = {}
+    unique: list[Candidate] = []
+    for number, (keys, candidates) in enumerate(zip(machines, of_machines, strict=True)):
+        for candidate in candidates:
+            renamed = candidate
+            if counts[candidate.name] > 1 and keys.name is None:
+                device = f"{candidate.device} ({_source_name(keys)})"
+                renamed = msgspec.structs.replace(candidate, device=device)
+            first = first_by_name.setdefault(renamed.name, number)
+            if first != number:
+                raise BadPlan(
+                    f"machines[{number}] is named {renamed.name}, as machines[{first}] is. Leave "
+                    "one of them out (--run and --machine add machines to those of the file), or "
+                    "give it a `name`"
+                )
+            unique.append(renamed)
+    return unique
 
 
 @contextmanager

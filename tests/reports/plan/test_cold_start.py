@@ -14,6 +14,7 @@ from crossover.reports.plan.load_forecast import Load
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan, read_question
 from crossover.reports.plan.plan_options import Candidate
+from crossover.reports.render.plan_page import plan_page
 from crossover.reports.render.plan_text import as_json, as_text
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson, due_times
 
@@ -137,8 +138,10 @@ def test_a_plan_says_what_a_start_costs_and_who_serves_meanwhile() -> None:
     assert (rented.grade, rented.bridge, rented.bridged_share) == ("predicted", "mine", 0.0)
     assert rented.start_seconds == 60 + rented.load_seconds
     text = as_text(plan, 140)
-    assert "mine serves up to 30 requests a minute: then nobody waits for a start." in text
+    assert "mine serves up to 30 requests a minute, so nobody waits for a start." in text
     assert "first user waits" in text and '"waiting_share"' in as_json(plan)
+    page = plan_page(plan)
+    assert "first user waits" in page and "so nobody waits for a start." in page
 
 
 def test_a_plan_without_the_table_has_no_cold_starts() -> None:
