@@ -189,7 +189,8 @@ def single_stream_times(cell: CellData) -> SingleStreamTimes:
         measured_times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
         return SingleStreamTimes(
             _times_in_words(single.mean_ttft_seconds, measured.tpot_seconds),
-            f"{single.words}, from the step times{single.check_words} ({medians}: {measured_times})",
+            f"{single.words}, from the step times{single.check_words} "
+            f"({medians}: {measured_times})",
         )
     simulated = _simulated_single_stream(cell)
     if measured is None or simulated is None:

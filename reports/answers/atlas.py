@@ -103,8 +103,8 @@ class Atlas(msgspec.Struct, frozen=True, kw_only=True):
     def basis(self) -> str:
         """Return what the capacities rest on, in a line."""
         return (
-            f"Requests of {self.mean_prompt:,.0f} + {self.mean_output:,.0f} tokens (prompt + answer, "
-            f"means); SLO: {slo_words(self.slo)}"
+            f"Requests of {self.mean_prompt:,.0f} + {self.mean_output:,.0f} tokens (prompt + "
+            f"answer, means); SLO: {slo_words(self.slo)}"
         )
 
 

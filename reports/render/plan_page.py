@@ -10,7 +10,7 @@ from markupsafe import Markup
 from crossover.reports.chart_style import svg
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
-from crossover.reports.render.html_page import rendered
+from crossover.reports.render.html_page import render_template
 from crossover.reports.render.plan_chart import cost_chart
 from crossover.reports.render.plan_text import (
     choice_sentence,
@@ -25,7 +25,7 @@ WIDTH = 400  # pixels of the chart, whose text can then be read on a phone
 
 def plan_page(plan: Plan) -> str:
     """Return the whole page as HTML."""
-    return rendered(
+    return render_template(
         "plan.html",
         plan=plan,
         headline=choice_sentence(plan),

@@ -75,9 +75,10 @@ def as_markdown(sizing: Sizing) -> str:
 
 def as_page(sizing: Sizing) -> str:
     """Return one HTML file, which needs no network."""
-    from crossover.reports.render.html_page import rendered  # which imports altair, for 1 s
+    # Imported here, since it takes 1 s.
+    from crossover.reports.render.html_page import render_template
 
-    return rendered(
+    return render_template(
         "size.html",
         heading=heading(sizing),
         choices=list(_choices(sizing)),
@@ -98,7 +99,10 @@ def _choices(sizing: Sizing) -> Iterator[str]:
     for model in sizing.models:
         choice = sizing.choice_of(model)
         if choice is None:
-            yield f"{model}: no machine of this table at a known price, with 90 % confidence."
+            yield (
+                f"{model}: no machine of this table with a known price meets the SLO with 90 % "
+                "confidence."
+            )
         else:
             machines = choice.machine
             if choice.machines != 1:
@@ -123,7 +127,9 @@ def _table(sizing: Sizing) -> Table:
 def _users_per_machine(row: SizeRow) -> str:
     if row.users_per_machine is None:
         return NO_ANSWER
-    return formatting.with_interval(row.users_per_machine, row.users_per_machine_low, row.users_per_machine_high)
+    return formatting.with_interval(
+        row.users_per_machine, row.users_per_machine_low, row.users_per_machine_high
+    )
 
 
 def _cost(row: SizeRow) -> str:

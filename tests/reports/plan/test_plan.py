@@ -348,8 +348,8 @@ def test_an_interval_that_is_wide_has_its_reason_beside_it() -> None:
     (small,) = candidates_of(make_question(1.0, devices=["NVIDIA L4"]))
     text = as_text(make_plan(make_question(1.0), [small]), 200)
     assert (
-        "NVIDIA L4: the host decides the speed of models below 2B parameters, so its interval is "
-        "a factor of 3 to either side." in text
+        "NVIDIA L4: the host's CPU limits the speed of models below 2B parameters, so the interval "
+        "is a factor of 3 to either side." in text
     )
     assert small.low and small.high and small.high > 4 * small.low
 

@@ -261,9 +261,7 @@ def test_labels_of_the_chart_have_a_line_each_above_all_curves() -> None:
     question = question_with(0.4, forecast={"growth_percent_per_month": 5.0})
     chart = cost_chart(make_plan(question, [here, EXACT]))
     curves, *others = chart["layer"]
-    tops = {
-        layer["encoding"]["y"]["value"] for layer in others if layer["mark"]["type"] == "text"
-    }
+    tops = {layer["encoding"]["y"]["value"] for layer in others if layer["mark"]["type"] == "text"}
     assert tops == {0, LABEL_PIXELS, 2 * LABEL_PIXELS}
     assert curves["encoding"]["y"]["scale"]["range"] == [HEIGHT, 3 * LABEL_PIXELS]
 
