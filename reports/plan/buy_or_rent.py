@@ -35,7 +35,7 @@ class BuyOrRent(msgspec.Struct, frozen=True, kw_only=True):
     rented: str
     bought_dollars: float  # a month
     rented_dollars: float
-    # What reverses the answer, its value in the plan, and the value at which the other one begins to
+    # What reverses the answer, its value in the plan, and the value at which the other begins to
     # cost less. None: nothing within a factor of 10.
     assumption: AssumptionName | None = None
     value: float | None = None
