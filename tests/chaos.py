@@ -113,7 +113,7 @@ class Chaos:
                 return runner.wait(self.random.uniform(1.0, 6.0))
             except subprocess.TimeoutExpired:
                 self._kill_one(runner.pid)
-        return runner.wait(90)
+        return runner.wait(300)
 
     def _kill_one(self, runner: int) -> None:
         by_kind: dict[str, list[psutil.Process]] = {}

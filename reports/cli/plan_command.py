@@ -151,7 +151,7 @@ def measured_tables(paths: Sequence[Path]) -> list[dict[str, Any]]:
     from crossover.reports.devices.calibrated_machines import read_machines
 
     files = dict.fromkeys(str(machine.path.absolute()) for machine in read_machines(paths))
-    return [{"file": file, "owned": 0, "is_paid": False} for file in files]
+    return [{"file": file, "owned": 0} for file in files]
 
 
 def _api_keys(prices: str) -> dict[str, float]:

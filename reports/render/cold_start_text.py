@@ -23,7 +23,10 @@ def cold_start_table(cold_starts: Sequence[ColdStart]) -> Table:
 
 
 def cold_start_sentences(cold_starts: Sequence[ColdStart]) -> Iterator[str]:
-    """Yield what your machine serves while rented ones start, and what the columns mean."""
+    """Yield what your machine serves while rented ones start, and what the columns mean; nothing if
+    there are no cold starts."""
+    if not cold_starts:
+        return
     bridged = [start for start in cold_starts if start.bridge and start.bridged_share is not None]
     if bridged:
         first = bridged[0]

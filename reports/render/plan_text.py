@@ -407,7 +407,7 @@ def _cost_explanations(plan: Plan) -> Iterator[str]:
             interval = ", with the interval from the high end of the capacity to its low end"
         end = ""
         if any(" to " in words for words in even_words):
-            end = " After `to`: up to which it costs less and still serves them."
+            end = ' After "to": the rate above which it costs more again or is no longer enough.'
         yield (
             f"Less than the API from: requests on a mean day{interval}.{end} Busy then: the share "
             "of the time that the machines work at that rate."

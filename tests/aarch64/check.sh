@@ -152,20 +152,11 @@ check_report() {
   say "report: the same $(wc -c <"$place/report.md") bytes as on this machine"
 }
 
-# qemu tells of a child that a signal killed in words of its own, and emulated children need longer
-# than the time limits of these tests.
-deselected=(
-  tests/models/test_child_process.py::test_a_childs_end_has_a_reason
-  tests/models/test_child_process.py::test_at_its_time_limit_a_child_is_killed_with_what_it_started
-  tests/serving/hardware/test_gpu.py::test_a_backend_that_crashes_on_import_is_told_of_not_suffered
-)
-
 run_tests() {
   local files
   files=$(grep -v '^#' "$here/test-files.txt" | tr '\n' ' ')
-  emulated "python3 -m pytest -p no:cacheprovider -q -n 2 --dist loadfile --timeout 600 \
-    -m 'not clock and not quiet_machine and not slow' ${deselected[*]/#/--deselect } $files" \
-    >"$log" 2>&1 || fail "tests"
+  emulated "python3 -m pytest -p no:cacheprovider -q --timeout 600 \
+    -m 'not clock and not quiet_machine and not slow' $files" >"$log" 2>&1 || fail "tests"
   say "tests: $(tail -n 1 "$log")"
 }
 

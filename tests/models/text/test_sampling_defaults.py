@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crossover.models.identity.model_ladder import PACKAGED, packaged_file
+from crossover.models.text.gguf_vocabulary import GgufTokenizer
 from crossover.models.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from crossover.models.text.tokenizer import load_tokenizer, write_shipped
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, complete, served
@@ -57,3 +61,23 @@ def test_a_request_gets_them_where_it_says_nothing() -> None:
     assert (silent.temperature, silent.top_k, silent.min_p) == (0.2, 1, 0.1)
     assert (explicit.temperature, explicit.top_k, explicit.min_p) == (1.0, 0, 0.0)
     assert shown["temperature"] == 0.2 and '"temperature":0.2' in document
+
+
+def test_the_metadata_of_a_gguf_file_have_them(tmp_path: Path) -> None:
+    """The packaged file with two more keys in front, and zeros for its weights."""
+    packaged = packaged_file(PACKAGED)
+    assert packaged is not None
+    with open(packaged, "rb") as file:
+        head, rest = file.read(24), file.read(8 << 20)
+    keys = {"general.sampling.temp": 0.25, "general.sampling.top_p": 0.5}
+    added = b"".join(
+        struct.pack("<Q", len(key)) + key.encode() + struct.pack("<If", 6, value)
+        for key, value in keys.items()
+    )
+    fill = -(len(added) + 24) % 32  # the weights stay aligned
+    added += struct.pack("<Q", 4) + b"fill" + struct.pack("<IQ", 8, fill) + bytes(fill)
+    magic, version, tensors, count = struct.unpack("<4sIQQ", head)
+    changed = tmp_path / "sampled.gguf"
+    changed.write_bytes(struct.pack("<4sIQQ", magic, version, tensors, count + 3) + added + rest)
+    os.truncate(changed, packaged.stat().st_size + len(added))
+    assert GgufTokenizer(changed).sampling_defaults == SamplingDefaults(temperature=0.25, top_p=0.5)

@@ -2,11 +2,13 @@
 serves meanwhile."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.weight_formats import weight_bytes
+from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.devices.load_seconds import predicted_load_seconds
 from crossover.reports.plan.cold_start import Bridge, ColdStart, cold_start, stops_of
@@ -16,8 +18,11 @@ from crossover.reports.plan.plan_file import BadPlan, read_question
 from crossover.reports.plan.plan_options import Candidate
 from crossover.reports.render.plan_page import plan_page
 from crossover.reports.render.plan_text import as_json, as_text
+from crossover.reports.report_data import read_report
+from crossover.reports.sections.load_times import load_times
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson, due_times
 
+DEMO_RUN = Path(__file__).parents[3] / "docs" / "results" / "demo"
 FOUR_AN_HOUR = 4 / 3600
 
 
@@ -141,7 +146,7 @@ def test_a_plan_says_what_a_start_costs_and_who_serves_meanwhile() -> None:
     assert "mine serves up to 30 requests a minute, so nobody waits for a start." in text
     assert "first user waits" in text and '"waiting_share"' in as_json(plan)
     page = plan_page(plan)
-    assert "first user waits" in page and "so nobody waits for a start." in page
+    assert "so nobody waits for a start." in page and page.count("first user waits") == 1
 
 
 def test_a_plan_without_the_table_has_no_cold_starts() -> None:
@@ -161,3 +166,16 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, float], message: str) ->
     with pytest.raises(BadPlan) as caught:
         read_question({"model": "1b", "forecast": {"peak_rate": 1.0}, "cold_start": keys})
     assert message in str(caught.value)
+
+
+def test_the_report_charts_what_the_cpu_serves_while_a_gpu_loads() -> None:
+    data = read_report(DEMO_RUN)
+    section = load_times(data, answers_of(data))
+    assert section is not None and "While a GPU loads smollm2-360m" in section.sentence
+    (chart,) = section.charts
+    assert chart.spec is not None
+    (bars,) = chart.spec["datasets"].values()
+    cpu, loading, serving = ((bar["start"], bar["end"], bar["kind"]) for bar in bars)
+    loaded = loading[1]
+    assert (loading[0], loading[2]) == (0, "loads") and loaded > 6.3
+    assert (cpu[0], cpu[2]) == (0, "CPU serves") and serving == (loaded, cpu[1], "GPU serves")
