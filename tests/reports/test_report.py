@@ -502,7 +502,7 @@ def test_a_name_in_markdown_is_neither_html_nor_a_link() -> None:
 
 
 def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
-    assert markdown._row(["a\n\n| b", "c\td"]) == "| a / b | c d |"
+    assert markdown.row_of(["a\n\n| b", "c\td"]) == "| a / b | c d |"
     assert markdown._LINE_ENDS.sub(" ", "a\r\n\u2028b\xa0c") == "a b\xa0c"
 
 
