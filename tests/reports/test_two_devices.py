@@ -94,12 +94,12 @@ def test_a_row_has_the_cpu_and_the_gpu_beside_each_other_each_with_its_own_figur
         [
             *(
                 "llama-3.2-1b",
-                "56 ms, 22 ms: met",
+                "160 ms, 22 ms: met",
                 "none confirmed",
                 "1.6/s (1.3–1.9)",
-                "onnx int8",
+                "onnx int8, 64 slots",
             ),
-            *("11 ms, 1.4 ms: met", "47/s", "66/s (59–73)", "torch bf16"),
+            *("18 ms, 1.4 ms: met", "47/s", "66/s (59–73)", "torch bf16, 64 slots"),
         ],
         [
             *(
@@ -107,9 +107,9 @@ def test_a_row_has_the_cpu_and_the_gpu_beside_each_other_each_with_its_own_figur
                 "192 ms, 121 ms: missed",
                 "misses the SLO unloaded",
                 "–",
-                "onnx int8",
+                "onnx int8, 64 slots",
             ),
-            *("19 ms, 5.2 ms: met", "23/s", "31/s (27–34)", "torch bf16"),
+            *("20 ms, 5.2 ms: met", "23/s", "31/s (27–34)", "torch bf16, 64 slots"),
         ],
     ]
     grades = [[cell.grade for cell in answer_row(one, data)] for one in answers]

@@ -317,7 +317,7 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["135m", "--format", "Q9_9"], "Q9_9"),
         (["135m", "--backend", "vllm"], "vllm"),
         (["135m", "--kv-dtype", "fp7"], "fp7"),
-        (["fake", "--option", "step_seconds"], "not of the form key=value"),
+        (["fake", "--option", "step_seconds"], "not of the form KEY=VALUE"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
         (["fake", "--cores", "x"], "--cores 'x' is not a list of cores"),
         (["fake", "--drain-timeout", "-1"], "--drain-timeout must be at least 0, got -1.0"),
