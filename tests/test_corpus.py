@@ -1,4 +1,4 @@
-"""What strangers send, damaged at random: each edge of the product reads it, or refuses it with one
+"""Untrusted inputs, damaged at random: each edge reads them, or refuses them with one
 of the product's own errors.
 
 tests/corpus has a folder for each edge, with small inputs: ordinary ones, and those that once broke

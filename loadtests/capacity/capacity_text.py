@@ -172,7 +172,7 @@ def users_words(capacity: Capacity) -> str:
     if capacity.users_without_prompt_cache is None:
         return text
     slots = formatting.significant(capacity.users_without_prompt_cache, 2)
-    parts = [f"{slots} with the slots alone"]
+    parts = [f"{slots} without the prompt cache"]
     if capacity.users_without_reuse is not None:
         without_reuse = formatting.significant(capacity.users_without_reuse, 2)
         parts.insert(0, f"{without_reuse} with no prefix caching")

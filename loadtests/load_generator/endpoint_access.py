@@ -59,10 +59,10 @@ def private_values(access: Access) -> PrivateValues:
     if access.api_key_env is not None:
         api_key = _value_of(access.api_key_env, "api_key_env", "the API key")
     headers = {
-        name: _referenced(value, f"headers.{name}", f"the value of the header {name}")
+        name: _read_reference(value, f"headers.{name}", f"the value of the header {name}")
         for name, value in access.headers.items()
     }
-    query = _referenced(access.query or "", "query", "the query, without its question mark")
+    query = _read_reference(access.query or "", "query", "the query, without its question mark")
     return PrivateValues(api_key, headers, query.removeprefix("?"))
 
 
@@ -76,10 +76,11 @@ def with_references(access: AnyAccess, url: str | None = None) -> tuple[AnyAcces
             raise TargetUnusable("The URL has a query, and --query names another. Give one of them")
         query = url_query.partition("#")[0]
     headers = {
-        name: _kept(value, variable_of_header(name)) for name, value in access.headers.items()
+        name: _keep_in_variable(value, variable_of_header(name))
+        for name, value in access.headers.items()
     }
     if query is not None:
-        query = _kept(query, QUERY_VARIABLE)
+        query = _keep_in_variable(query, QUERY_VARIABLE)
     referenced = msgspec.structs.replace(access, headers=headers, query=query)
     return referenced, None if url is None else address
 
@@ -138,7 +139,7 @@ def _public_value(flag: str, value: str) -> str:
     return f"{name}={REFERENCE}{variable_of_header(name)}"
 
 
-def redacted(text: str, values: PrivateValues) -> str:
+def redact(text: str, values: PrivateValues) -> str:
     """Return what a server wrote without the private values that it may have repeated."""
     queries = [pair.partition("=")[2] for pair in values.query.split("&")]
     for value in (values.api_key or "", *values.headers.values(), values.query, *queries):
@@ -147,7 +148,7 @@ def redacted(text: str, values: PrivateValues) -> str:
     return text
 
 
-def _kept(value: str, variable: str) -> str:
+def _keep_in_variable(value: str, variable: str) -> str:
     """Put a value into a variable of this process, unless it is a reference, and return the
     reference."""
     if value.startswith(REFERENCE):
@@ -156,7 +157,7 @@ def _kept(value: str, variable: str) -> str:
     return REFERENCE + variable
 
 
-def _referenced(value: str, key: str, what: str) -> str:
+def _read_reference(value: str, key: str, what: str) -> str:
     """Return the value that a reference stands for, or a value that is none."""
     if not value.startswith(REFERENCE):
         return value

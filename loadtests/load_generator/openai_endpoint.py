@@ -31,7 +31,7 @@ from crossover.loadtests.load_generator.completion_chunk import (
 from crossover.loadtests.load_generator.endpoint_access import (
     Access,
     private_values,
-    redacted,
+    redact,
     with_references,
 )
 from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
@@ -398,7 +398,7 @@ def _models(target: Target, pool: Pool) -> list[str]:
         message = words_of_body(body)
         if not message and locations:
             message = f"redirected to {locations[0].decode('latin-1').partition('?')[0]}"
-        message = redacted(message, pool.values)
+        message = redact(message, pool.values)
         raise TargetUnusable(f"{where} answered {status}: {message or 'no message'}{advice}")
     try:
         response = read_json(body)
@@ -408,7 +408,7 @@ def _models(target: Target, pool: Pool) -> list[str]:
             f"{where} is not what OpenAI's API returns. Name the model with {MODEL_OPTION}"
         ) from problem
     if not names and isinstance(response, dict) and is_error(response):
-        message = redacted(words_of(response), pool.values)
+        message = redact(words_of(response), pool.values)
         raise TargetUnusable(f"{where} answered with an error: {message}")
     return names
 

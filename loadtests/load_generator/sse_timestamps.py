@@ -37,7 +37,7 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of_body,
     words_of_event,
 )
-from crossover.loadtests.load_generator.endpoint_access import redacted
+from crossover.loadtests.load_generator.endpoint_access import redact
 from crossover.loadtests.load_generator.http_connection import (
     Inflater,
     Pool,
@@ -440,7 +440,7 @@ def stream(
         output_tokens=usage.completion_tokens,
         status=answer.status,
         error=answer.error,
-        error_message=None if message is None else redacted(message, pool.values),
+        error_message=None if message is None else redact(message, pool.values),
         finish_reason=answer.finish_reason,
         backend=answer.backend,
         request_id=answer.request_id,

@@ -175,7 +175,7 @@ class SingleStreamTimes(NamedTuple):
 
 
 def single_stream_times(cell: CellData) -> SingleStreamTimes:
-    """Return TTFT at the mean prompt by the step times, or the measured median if there are none,
+    """Return TTFT at the mean prompt from the step times, or the measured median if there are none,
     and the measured median of TPOT. Where single requests were sent and none was answered, return
     the simulated medians."""
     measured = cell.single_stream
@@ -189,7 +189,8 @@ def single_stream_times(cell: CellData) -> SingleStreamTimes:
         measured_times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
         return SingleStreamTimes(
             _times_in_words(single.mean_ttft_seconds, measured.tpot_seconds),
-            f"{single.words}, by the step times{single.check_words} ({medians}: {measured_times})",
+            f"{single.words}, from the step times{single.check_words} "
+            f"({medians}: {measured_times})",
         )
     simulated = _simulated_single_stream(cell)
     if measured is None or simulated is None:

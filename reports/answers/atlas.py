@@ -17,7 +17,7 @@ import msgspec
 
 from crossover.loadtests.capacity.machine_file import ModelSteps
 from crossover.models import formatting
-from crossover.reports.answers.energy_and_cost import token_price
+from crossover.reports.answers.energy_and_cost import dollars_in_words, token_price
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.calibrated_machines import MeasuredMachine
 from crossover.reports.devices.device_capacity import (
@@ -28,8 +28,6 @@ from crossover.reports.devices.device_capacity import (
 )
 from crossover.serving.capacity.simulated_capacity import Demand
 from crossover.serving.capacity.slo import Slo
-
-MISSES_SLO_UNLOADED = "misses the SLO unloaded"
 
 
 class AtlasEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +75,6 @@ class Atlas(msgspec.Struct, frozen=True, kw_only=True):
         """Return `1.1/s (0.91–1.3)`, or why there is no capacity. All capacities of a model are
         written in the unit of the lowest."""
         capacity = entry.capacity
-        if capacity.high == 0.0:
-            return MISSES_SLO_UNLOADED
         if not capacity.rate:
             return capacity.reason
         rates = [
@@ -100,15 +96,15 @@ class Atlas(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"{counted}; where the price is known, the cheapest output tokens are those of "
             f"{cheapest.steps.model.name} on {cheapest.measured.name}: "
-            f"${formatting.significant(cheapest.token_price)} per million."
+            f"{dollars_in_words(cheapest.token_price)} per million."
         )
 
     @property
     def basis(self) -> str:
         """Return what the capacities rest on, in a line."""
         return (
-            f"Requests of {self.mean_prompt:.0f} + {self.mean_output:.0f} tokens (prompt + answer, "
-            f"means); SLO: {slo_words(self.slo)}"
+            f"Requests of {self.mean_prompt:,.0f} + {self.mean_output:,.0f} tokens (prompt + "
+            f"answer, means); SLO: {slo_words(self.slo)}"
         )
 
 

@@ -102,8 +102,10 @@ def joules_in_words(joules: float | None, missing: str = formatting.NOT_MEASURED
 
 
 def dollars_in_words(dollars: float | None) -> str:
-    """Return `$0.49`; `–`: not known."""
-    return "–" if dollars is None else f"${formatting.significant(dollars)}"
+    """Return `$0.49`, `$0.049` or `$1.30`; `–`: not known."""
+    if dollars is None:
+        return "–"
+    return f"${formatting.significant(dollars) if dollars < 1 else f'{dollars:,.2f}'}"
 
 
 def cost_lines(data: ReportData, answers: Sequence[ModelAnswer]) -> list[str]:

@@ -109,7 +109,7 @@ def _single_request_line(answers: Sequence[ModelAnswer]) -> str:
     ]
     return (
         f"TTFT of a single request with the mean prompt ({first.mean_prompt_tokens:.0f} tokens) "
-        f"and the longest ({first.longest_prompt_tokens:,} tokens), by the step times: "
+        f"and the longest ({first.longest_prompt_tokens:,} tokens), from the step times: "
         f"{'; '.join(times)}."
     )
 

@@ -225,5 +225,5 @@ def basis(data: ReportData) -> str:
     requests = "Requests of unknown length"
     if traffics:
         prompt, output = traffics[0].mean_prompt, traffics[0].mean_output
-        requests = f"Requests of {prompt:.0f} + {output:.0f} tokens (prompt + answer, means)"
+        requests = f"Requests of {prompt:,.0f} + {output:,.0f} tokens (prompt + answer, means)"
     return f"{requests}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"

@@ -1,4 +1,4 @@
-"""The time to first token of a single request at stated lengths, by the step times.
+"""The time to first token of a single request at stated lengths, from the step times.
 
     single = single_request_of(cell)
     single.mean_ttft_seconds, single.longest_ttft_seconds, single.measured_ratio
@@ -22,7 +22,7 @@ from crossover.serving.capacity.batching_simulator import Array
 
 
 class SingleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The TTFT of a request that is alone on the server, by the step times."""
+    """The TTFT of a request that is alone on the server, from the step times."""
 
     mean_prompt_tokens: float
     mean_ttft_seconds: float  # at that length

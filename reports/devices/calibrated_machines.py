@@ -118,7 +118,7 @@ def machines_of_file(path: Path) -> list[MeasuredMachine]:
 
 def measured_devices(path: Path, file: MachineFile) -> list[MeasuredMachine]:
     """Return the measured devices of a machine file that was read from `path`, the CPU first."""
-    return [_measured(path, file, device) for device in _devices_of(file)]
+    return [_measured_machine(path, file, device) for device in _devices_of(file)]
 
 
 def _devices_of(file: MachineFile) -> list[Literal["cpu", "gpu"]]:
@@ -127,7 +127,9 @@ def _devices_of(file: MachineFile) -> list[Literal["cpu", "gpu"]]:
     return [device for device in both if device in measured]
 
 
-def _measured(path: Path, file: MachineFile, device: Literal["cpu", "gpu"]) -> MeasuredMachine:
+def _measured_machine(
+    path: Path, file: MachineFile, device: Literal["cpu", "gpu"]
+) -> MeasuredMachine:
     """Return one device of a machine file.
 
     The price is the file's, of the whole machine. Without it a GPU has the list price of the

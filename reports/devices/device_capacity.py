@@ -338,8 +338,10 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         memory_bytes=memory_bytes,
     )
     if not rate:
-        limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
-        return msgspec.structs.replace(capacity, reason=f"misses the SLO {slo.name} {limits}")
+        reason = "misses the SLO unloaded"
+        if high:
+            reason += ", except at the high end of its interval"
+        return msgspec.structs.replace(capacity, reason=reason)
     requests = expected.play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]
     return msgspec.structs.replace(

@@ -133,7 +133,7 @@ def server_step_times(
     notes = []
     reason = _wide_because(device, spec, devices)
     if reason:
-        notes.append(f"{reason}, so its interval is a factor of 3 to either side")
+        notes.append(f"{reason}, so the interval is a factor of 3 to either side")
     if weight_format in PRODUCTS_BY_FORMAT and products is PRODUCTS_OF_16_BITS:
         notes.append(f"it does not multiply in {weight_format}, and computes in 16 bits")
     return PredictedSteps(step_times, WIDE_HALF_WIDTH if reason else HALF_WIDTH, notes=tuple(notes))
@@ -161,7 +161,7 @@ def _wide_because(device: Device, spec: ModelSpec, devices: int) -> str:
     if device.maker != "nvidia":
         return "no server of its maker was measured"
     if spec.active_parameters < HOST_BOUND_PARAMETERS:
-        return "the host decides the speed of models below 2B parameters"
+        return "the host's CPU limits the speed of models below 2B parameters"
     if devices > 1 and not device.has_peer_copies:
         return "such cards cannot copy to each other directly"
     return ""

@@ -58,7 +58,7 @@ def _problems_of_the_machine(file: MachineFile) -> Iterator[str]:
     try:
         date = datetime.date.fromisoformat(file.measured_on)
     except ValueError:
-        yield f"measured_on is {file.measured_on!r}, which is no date"
+        yield f"measured_on is {file.measured_on!r}, which is not a date"
     else:
         if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
             yield f"measured_on is {file.measured_on}, which is in the future"

@@ -1,12 +1,12 @@
-"""Whether buying or renting costs less, and the assumption on which the answer hangs most.
+"""Whether buying or renting costs less, and the assumption on which the answer depends most.
 
     answer = buy_or_rent(question, candidates, options)
-    answer.assumption       # "hours": the nearest one that turns the answer
+    answer.assumption       # "hours": the nearest one that reverses the answer
     answer.threshold        # 0.31: renting costs less if machines are needed in fewer hours
 
 Assumptions are what nobody has a quotation for: in how many hours the machines are needed, how many
-years they are used, what they are worth then, what energy costs, and hosting. The answer hangs most
-on the one that must change by the smallest factor to turn it.
+years they are used, what they are worth then, what energy costs, and hosting. The answer depends
+most on the one that must change by the smallest factor to reverse it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BuyOrRent(msgspec.Struct, frozen=True, kw_only=True):
     rented: str
     bought_dollars: float  # a month
     rented_dollars: float
-    # What turns the answer, its value in the plan, and its value from which on the other one costs
-    # less. None: nothing within a factor of 10.
+    # What reverses the answer, its value in the plan, and the value at which the other begins to
+    # cost less. None: nothing within a factor of 10.
     assumption: AssumptionName | None = None
     value: float | None = None
     threshold: float | None = None
@@ -70,7 +70,7 @@ def buy_or_rent(
         bought_dollars=bought.dollars,
         rented_dollars=rented.dollars,
     )
-    turns: list[tuple[float, _Assumption]] = []
+    reversals: list[tuple[float, _Assumption]] = []
     for assumption in _assumptions(question, candidates, bought, rented):
 
         def rent_less_purchase(factor: float, assumption: _Assumption = assumption) -> float:
@@ -82,14 +82,14 @@ def buy_or_rent(
             return costs[0] - costs[1]
 
         highest = min(MAX_FACTOR, assumption.max_value / assumption.value)
-        turns += [
+        reversals += [
             (factor, assumption)
             for end in (1 / MAX_FACTOR, highest)
             if (factor := _root(rent_less_purchase, end)) is not None
         ]
-    if not turns:
+    if not reversals:
         return answer
-    factor, nearest = min(turns, key=lambda turn: abs(math.log(turn[0])))
+    factor, nearest = min(reversals, key=lambda reversal: abs(math.log(reversal[0])))
     return msgspec.structs.replace(
         answer,
         assumption=nearest.name,

@@ -305,7 +305,7 @@ def _cost_curves(
 
 
 def _not_counted(candidates: Sequence[Candidate], rows: Sequence[Option]) -> tuple[str, ...]:
-    """Return the costs of owned and bought machines that are shown and that nobody gave."""
+    """Return the costs of owned and bought machines that are shown and were not given."""
     bought = {option.machine_above or option.machine for option in rows if option.terms == "bought"}
     owned = {option.machine for option in rows if option.kind == "as it is"}
     phrases: list[str] = []

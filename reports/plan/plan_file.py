@@ -231,8 +231,8 @@ def read_question(
             forecast=_forecast(keys.forecast, folder),
             slo=slo_of(keys.slo or "chat"),
             demand=demand,
-            lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
-            f"in, {lengths.output.mean():.0f} out{notes}",
+            lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():,.0f} tokens "
+            f"in, {lengths.output.mean():,.0f} out{notes}",
             folder=folder,
             weight_format=keys.format or default_format,
         )

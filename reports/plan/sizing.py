@@ -2,7 +2,7 @@
 needs, and what they cost (`crossover size`).
 
     sizing = size(task_named("chat"), users=50, models=["1b", "8b"], machines=[])
-    sizing.rows[0].users_each, sizing.rows[0].machines, sizing.rows[0].dollars
+    sizing.rows[0].users_per_machine, sizing.rows[0].machines, sizing.rows[0].dollars
 
 Users are people at work at the same time: each waits for an answer, thinks, then asks again. By
 Little's law, a machine that serves a rate carries
@@ -45,9 +45,9 @@ class SizeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     machine: str
-    users_each: float | None = None  # that one machine carries; None: not known
-    users_each_low: float | None = None  # the low end: it carries more in nine of ten cases
-    users_each_high: float | None = None
+    users_per_machine: float | None = None  # that one machine carries; None: not known
+    users_per_machine_low: float | None = None  # the low end: it carries more in nine of ten cases
+    users_per_machine_high: float | None = None
     machines: int | None = None  # that carry all users with 90 % confidence; None: no number does
     dollars: float | None = None  # None: no number of machines does, or a price is not known
     energy_unknown: bool = False  # `dollars` lacks the energy of owned machines of unknown power
@@ -165,9 +165,9 @@ def _rows(question: Question, candidates: Sequence[Candidate], team: Team) -> li
 
 
 def _rank(row: SizeRow) -> tuple[bool, bool, float, float]:
-    """Sort by whether enough machines carry the users, then by cost, then by users each."""
+    """Sort by whether enough machines carry the users, then by cost, then by users per machine."""
     is_unknown = row.dollars is None
-    return row.machines is None, is_unknown, row.dollars or 0.0, -(row.users_each or 0.0)
+    return row.machines is None, is_unknown, row.dollars or 0.0, -(row.users_per_machine or 0.0)
 
 
 def _cheapest_row(question: Question, candidate: Candidate, team: Team) -> SizeRow:
@@ -201,8 +201,8 @@ def _row(question: Question, candidate: Candidate, team: Team) -> SizeRow:
         notes=candidate.notes,
     )
     if not candidate.rate or candidate.answer_seconds is None:
-        users_each = None if candidate.rate is None else 0.0
-        return msgspec.structs.replace(row, users_each=users_each)
+        users_per_machine = None if candidate.rate is None else 0.0
+        return msgspec.structs.replace(row, users_per_machine=users_per_machine)
     turn_seconds = candidate.answer_seconds + team.think_seconds
     carrying = _with_one_user(candidate, turn_seconds)
     forecast = Forecast(day_loads(DAYS["flat"], peak_rate=team.users / turn_seconds))
@@ -210,9 +210,9 @@ def _row(question: Question, candidate: Candidate, team: Team) -> SizeRow:
     is_enough = option.certainty == "yes"
     return msgspec.structs.replace(
         row,
-        users_each=_times(carrying.rate, turn_seconds),
-        users_each_low=_times(carrying.low, turn_seconds),
-        users_each_high=_times(carrying.high, turn_seconds),
+        users_per_machine=_times(carrying.rate, turn_seconds),
+        users_per_machine_low=_times(carrying.low, turn_seconds),
+        users_per_machine_high=_times(carrying.high, turn_seconds),
         machines=option.machines if is_enough else None,
         dollars=option.dollars if is_enough else None,
         energy_unknown=option.energy_unknown,

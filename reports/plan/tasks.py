@@ -45,9 +45,8 @@ TASKS = {
             workload=DEFAULT_WORKLOAD,
             slo=SLO_PRESETS["chat"],
             think_seconds=45.0,
-            source="Lengths of Azure's conversation trace of 2023, with prompts of at most 1,024 "
-            "and answers of at most 256 tokens, which campaigns send by default; think time of "
-            "inference-perf's interactive-chat.",
+            source="Lengths of Azure's conversation trace of 2023, capped at 1,024 and 256 tokens "
+            "as campaigns do by default; think time of inference-perf's interactive-chat.",
         ),
         Task(
             name="rag",
@@ -56,8 +55,8 @@ TASKS = {
             workload=Workload(preset="rag"),
             slo=SLO_PRESETS["chat"],
             think_seconds=40.0,
-            source="Lengths of RAGPulse, question answering at a university, and the median time "
-            "between two requests of one of its sessions.",
+            source="Lengths of RAGPulse, question answering at a university; the think time is the "
+            "median time between two requests of one of its sessions.",
         ),
         Task(
             name="agent",
@@ -65,7 +64,7 @@ TASKS = {
             one_does="runs an agent",
             workload=Workload(preset="agent"),
             slo=SLO_PRESETS["agent"],
-            source="Lengths, turns and the time that tools take of inference-perf's deep-research.",
+            source="Lengths, turns and tool times of inference-perf's deep-research.",
         ),
         Task(
             name="summarise",

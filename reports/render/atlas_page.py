@@ -10,7 +10,7 @@ import altair as alt
 from crossover.reports.answers.atlas import Atlas
 from crossover.reports.chart_style import CPU, GPU, chart_of, layered, palette, rate_axis
 from crossover.reports.render.atlas_text import CAPACITY_NOTE, capacities, details
-from crossover.reports.render.html_page import rendered
+from crossover.reports.render.html_page import render_template
 from crossover.reports.sections.section import Chart
 
 COLORS = {"CPU": CPU, "GPU": GPU}
@@ -21,7 +21,7 @@ AXIS_ROOM = 1.25  # factor between the ends of intervals and of the axis
 
 def atlas_page(atlas: Atlas) -> str:
     """Return the whole page as HTML."""
-    return rendered(
+    return render_template(
         "atlas.html",
         atlas=atlas,
         matrix=capacities(atlas),

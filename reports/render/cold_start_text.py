@@ -13,7 +13,7 @@ def cold_start_table(cold_starts: Sequence[ColdStart]) -> Table:
     """Return a row for each machine that stops when it is idle."""
     return table_of(
         cold_starts,
-        Column("if it stops", "text", lambda start: start.machine),
+        Column("machine", "text", lambda start: start.machine),
         Column("loads in", "text", _load_words),
         Column("first user waits", "text", lambda start: formatting.duration(start.start_seconds)),
         Column("requests wait", "share", lambda start: formatting.share(start.waiting_share)),
@@ -38,12 +38,12 @@ def cold_start_sentences(cold_starts: Sequence[ColdStart]) -> Iterator[str]:
         )
         yield (
             f"While {first.machine} starts ({formatting.duration(first.start_seconds)}), "
-            f"{first.bridge} serves up to {rate}: then {waits}."
+            f"{first.bridge} serves up to {rate}, so {waits}."
         )
     yield (
-        "First user waits: for the machine and its model. Requests wait: those that find it "
-        "stopped, or come while it starts. Stopping: with scale to zero, if one machine suffices; "
-        "warm: at least one runs day and night."
+        "First user waits: until the machine runs and its model is loaded. Requests wait: those "
+        "that find the machine stopped, or come while it starts. Stopping: the cost if a machine "
+        "that is alone stops while it is idle; warm: the cost if at least one runs day and night."
     )
 
 

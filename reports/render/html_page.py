@@ -58,7 +58,7 @@ def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Se
         "campaign": data.manifest.campaign_text,
         "confidence": formatting.share(data.slo.confidence),
     }
-    return rendered(
+    return render_template(
         "report.html",
         page=view,
         sections=sections,
@@ -67,7 +67,7 @@ def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Se
     )
 
 
-def rendered(template: str, **values: object) -> str:
+def render_template(template: str, **values: object) -> str:
     """Return a page: a Jinja template of assets/, filled with `values` and the style of all
     pages."""
     environment = jinja2.Environment(

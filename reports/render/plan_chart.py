@@ -55,6 +55,9 @@ def cost_chart(plan: Plan) -> Spec:
         colors[API] = INK
     ends = [curve[-1] for curve in curves.values()]
     cheapest = min((dollars for day, dollars in ends if day == max_day), default=1.0)
+    labels = [(day, text) for day, text in _labels(plan) if day <= max_day]
+    labels.sort(key=lambda label: label[0])
+    label_band = len(labels) * LABEL_PIXELS
     x = alt.X(
         "day:Q",
         title="requests on a mean day",
@@ -64,7 +67,7 @@ def cost_chart(plan: Plan) -> Spec:
     y = alt.Y(
         "dollars:Q",
         title="$ a month",
-        scale=alt.Scale(domain=[0, cheapest * COST_MARGIN]),
+        scale=alt.Scale(domain=[0, cheapest * COST_MARGIN], range=[HEIGHT, label_band]),
         axis=alt.Axis(format="$,.3~r", tickCount=6),
     )
     columns = 1 if max(map(len, curves)) > LONG_NAME else 2
@@ -85,9 +88,13 @@ def cost_chart(plan: Plan) -> Spec:
     if dots:
         mark = {"size": 50, "filled": True, "fill": PAPER, "stroke": INK, "strokeWidth": 1.5}
         layers.append(chart_of(dots).mark_point(**mark, clip=True).encode(x=x, y=y))
-    for number, (day, text) in enumerate(_lines(plan).items()):
-        if day <= max_day:
-            layers += _labeled_line(day, text, x, number * LABEL_PIXELS)
+    if labels:  # curves go on above the highest cost: the band of the labels hides them
+        band = chart_of([{"day": 0.0, "end": max_day}])
+        height = {"y": alt.value(0), "y2": alt.value(label_band)}
+        mark = {"fill": PAPER, "opacity": 1, "x2Offset": 2}
+        layers.append(band.mark_rect(**mark).encode(x=x, x2="end:Q", **height))
+    for row, (day, text) in enumerate(labels):
+        layers += _labeled_line(day, text, x, row * LABEL_PIXELS, is_right=day > max_day / 2)
     return layered(layers, height=HEIGHT)
 
 
@@ -114,13 +121,13 @@ def _break_evens(plan: Plan, max_day: float) -> Iterator[Row]:
                 yield {"day": day, "dollars": dollars}
 
 
-def _lines(plan: Plan) -> dict[float, str]:
-    """Return the requests a day of each vertical line -> its label."""
-    lines = {plan.requests_a_day(plan.peak_rate): "forecast"}
+def _labels(plan: Plan) -> Iterator[tuple[float, str]]:
+    """Yield the requests a day of each vertical line, and what it marks. A line that marks several
+    things has a label for each."""
+    yield plan.requests_a_day(plan.peak_rate), "forecast"
     for milestone in plan.growth.milestones if plan.growth is not None else ():
         if not milestone.month or milestone.rate is None:
             continue
-        day = plan.requests_a_day(milestone.rate)
         match milestone.kind:
             case "no longer enough":
                 event = f"{your_machine(plan, milestone.machine)} is not enough"
@@ -128,20 +135,21 @@ def _lines(plan: Plan) -> dict[float, str]:
                 event = "no option is enough"
             case "further machine":
                 event = "one more machine"
-        lines[day] = (
-            f"{lines[day]}, {event}" if day in lines else f"month {milestone.month}: {event}"
-        )
-    return lines
+        yield plan.requests_a_day(milestone.rate), f"month {milestone.month}: {event}"
 
 
-def _labeled_line(day: float, label: str, x: alt.X, top: int) -> list[Layer]:
-    """Return a vertical line with its label right of it, `top` pixels below its upper end."""
+def _labeled_line(day: float, label: str, x: alt.X, top: int, *, is_right: bool) -> list[Layer]:
+    """Return a vertical line that starts `top` pixels below the upper end of the chart, with its
+    label beside it: left of it if the line is in the right half of the chart, where the label would
+    not fit."""
     line = chart_of([{"day": day, "label": label}])
-    mark = {"align": "left", "baseline": "top", "dx": 4, "dy": top, "fontSize": 11}
+    align, offset = ("right", -4) if is_right else ("left", 4)
+    mark = {"align": align, "baseline": "top", "dx": offset, "fontSize": 11}
     halo = {"stroke": PAPER, "strokeWidth": 4, "fill": PAPER}  # what is behind the label
-    position = {"x": x, "y": alt.value(0), "text": "label:N"}
+    position = {"x": x, "y": alt.value(top), "text": "label:N"}
+    rule = line.mark_rule(color=MUTED, strokeDash=[2, 3])
     return [
-        line.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x),
+        rule.encode(x=x, y=alt.value(top), y2=alt.value(HEIGHT)),
         line.mark_text(**mark, **halo).encode(**position),
         line.mark_text(color=MUTED, **mark).encode(**position),
     ]

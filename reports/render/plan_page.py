@@ -5,14 +5,12 @@ html = plan_page(plan)
 
 from __future__ import annotations
 
-from importlib import resources
-
-import jinja2
 from markupsafe import Markup
 
-from crossover.reports.chart_style import dark_rules, svg
+from crossover.reports.chart_style import svg
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
+from crossover.reports.render.html_page import render_template
 from crossover.reports.render.mix_text import mix_sentences, mix_table
 from crossover.reports.render.plan_chart import cost_chart
 from crossover.reports.render.plan_text import (
@@ -25,32 +23,20 @@ from crossover.reports.render.plan_text import (
 
 WIDTH = 400  # pixels of the chart, whose text can then be read on a phone
 
-_ASSETS = resources.files("crossover.reports").joinpath("render", "assets")
-
 
 def plan_page(plan: Plan) -> str:
     """Return the whole page as HTML."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_ASSETS.joinpath("plan.html").read_text("utf-8"))
-    css = _ASSETS.joinpath("report.css").read_text("utf-8") + dark_rules()
-    tables = {
-        "Options": options_table(plan),
-        "Beside the API and over years": comparison_table(plan),
-        "Several models on one machine": mix_table(plan.mixes_to_show) if plan.mixes else None,
-        "If machines stop": cold_start_table(plan.cold_starts) if plan.cold_starts else None,
-    }
-    return template.render(
+    return render_template(
+        "plan.html",
         plan=plan,
         headline=choice_sentence(plan),
-        tables={title: table for title, table in tables.items() if table is not None},
-        sentences=[
-            *sentences(plan),
-            *cold_start_sentences(plan.cold_starts),
-            *mix_sentences(plan),
-        ],
+        options=options_table(plan),
+        comparison=comparison_table(plan),
+        mixes=mix_table(plan.mixes_to_show),
+        mix_sentences=list(mix_sentences(plan)),
+        cold_starts=cold_start_table(plan.cold_starts),
+        cold_start_sentences=list(cold_start_sentences(plan.cold_starts)),
+        sentences=list(sentences(plan)),
         explanations=list(explanations(plan)),
         chart=Markup(svg(cost_chart(plan), WIDTH)),  # noqa: S704  # made by vl-convert
-        css=Markup(css),  # noqa: S704  # our own file
     )

@@ -172,7 +172,7 @@ def _price(dollars: float) -> str:
 
 
 def _purchase(plan: Plan) -> Iterator[str]:
-    """Yield whether buying or renting costs less, and the assumption on which that hangs most."""
+    """Yield whether buying or renting costs less, and the assumption on which that depends most."""
     answer = plan.purchase
     if answer is None:
         return
@@ -191,10 +191,10 @@ def _purchase(plan: Plan) -> Iterator[str]:
 
 
 def _assumption_words(answer: BuyOrRent, other: str) -> str:
-    """Return what turns the answer, as a sentence."""
+    """Return what reverses the answer, as a sentence."""
     value, threshold = answer.value, answer.threshold
     if answer.assumption is None or value is None or threshold is None:
-        return "No single assumption turns this, not even if it is wrong by a factor of 10."
+        return "No single assumption reverses this, even if it is wrong by a factor of 10."
     side = "less than" if threshold < value else "more than"
 
     def words(number: float) -> str:
@@ -215,7 +215,10 @@ def _assumption_words(answer: BuyOrRent, other: str) -> str:
         "hosting": f"hosting costs {side} {words(threshold)}",
     }
     condition = conditions[answer.assumption]
-    return f"This hangs most on one assumption: if {condition} (here {words(value)}), {other} wins."
+    return (
+        f"This depends most on one assumption: {other} costs less if {condition} (here "
+        f"{words(value)})."
+    )
 
 
 def _growth(plan: Plan) -> Iterator[str]:
@@ -426,10 +429,16 @@ def _cost_explanations(plan: Plan) -> Iterator[str]:
     """Yield what the costs of an API and of machines that are reserved, bought or yours contain."""
     api = plan.api
     if api is not None:
+        even_words = [_break_even_words(plan, even) or "" for even in plan.break_evens]
+        interval = ""
+        if any("–" in words for words in even_words):
+            interval = ", with the interval from the high end of the capacity to its low end"
+        end = ""
+        if any(" to " in words for words in even_words):
+            end = ' After "to": the rate above which it costs more again or is no longer enough.'
         yield (
-            "Less than the API from: requests on a mean day, in brackets from the high end of the "
-            "capacity to its low end. Busy then: the share of the time that the machines work at "
-            "that rate."
+            f"Less than the API from: requests on a mean day{interval}.{end} Busy then: the share "
+            "of the time that the machines work at that rate."
         )
     if api is not None and api.cached_tokens:
         tokens = f"{api.cached_tokens:.0f} of the {api.prompt_tokens:.0f} prompt tokens"

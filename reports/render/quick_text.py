@@ -27,7 +27,7 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
     if (single := answer.single_request) is not None:
         tpot = formatting.seconds(answer.tpot_seconds)
         times = f"{single.words}; TPOT {tpot}"
-        grade = f"by the step times{single.check_words}; TPOT measured, median of {requests}"
+        grade = f"from the step times{single.check_words}; TPOT measured, median of {requests}"
     yield "Single request", times, grade
     capacity = answer.capacity
     if answer.grade != "estimated" or capacity is None:

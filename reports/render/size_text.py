@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import resources
 
-import jinja2
 import msgspec
-from markupsafe import Markup
 from rich.console import Console
 
 from crossover.models import formatting
@@ -34,9 +31,9 @@ def as_csv(sizing: Sizing) -> str:
             "users": sizing.users,
             "model": row.model,
             "machine": row.machine,
-            "users_each": row.users_each,
-            "users_each_low": row.users_each_low,
-            "users_each_high": row.users_each_high,
+            "users_per_machine": row.users_per_machine,
+            "users_per_machine_low": row.users_per_machine_low,
+            "users_per_machine_high": row.users_per_machine_high,
             "machines": row.machines,
             "dollars_per_month": row.dollars,
             "energy_unknown": row.energy_unknown,
@@ -78,17 +75,16 @@ def as_markdown(sizing: Sizing) -> str:
 
 def as_page(sizing: Sizing) -> str:
     """Return one HTML file, which needs no network."""
-    assets = resources.files(__package__).joinpath("assets")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(assets.joinpath("size.html").read_text("utf-8")).render(
+    # Imported here, since it takes 1 s.
+    from crossover.reports.render.html_page import render_template
+
+    return render_template(
+        "size.html",
         heading=heading(sizing),
         choices=list(_choices(sizing)),
         table=_table(sizing),
         grades=[row.grade for row in sizing.rows],
         explanations=list(_explanations(sizing)),
-        css=Markup(assets.joinpath("report.css").read_text("utf-8")),  # noqa: S704  # our own file
     )
 
 
@@ -105,7 +101,10 @@ def _choices(sizing: Sizing) -> Iterator[str]:
     for model in sizing.models:
         choice = sizing.choice_of(model)
         if choice is None:
-            yield f"{model}: no machine of this table at a known price, with 90 % confidence."
+            yield (
+                f"{model}: no machine of this table with a known price meets the SLO with 90 % "
+                "confidence."
+            )
         else:
             machines = choice.machine
             if choice.machines != 1:
@@ -120,17 +119,19 @@ def _table(sizing: Sizing) -> Table:
         sizing.rows,
         Column("model", "text", lambda row: f"{'*' if row.is_choice else ' '} {row.model}"),
         Column("machine", "text", lambda row: row.machine),
-        Column("users each", "number", _users_each),
+        Column("users per machine", "number", _users_per_machine),
         Column("machines", "count", lambda row: row.machines, missing=NO_ANSWER),
         Column("$/month", "number", _cost),
         Column("basis", "text", lambda row: row.reason or row.grade),
     )
 
 
-def _users_each(row: SizeRow) -> str:
-    if row.users_each is None:
+def _users_per_machine(row: SizeRow) -> str:
+    if row.users_per_machine is None:
         return NO_ANSWER
-    return formatting.with_interval(row.users_each, row.users_each_low, row.users_each_high)
+    return formatting.with_interval(
+        row.users_per_machine, row.users_per_machine_low, row.users_per_machine_high
+    )
 
 
 def _cost(row: SizeRow) -> str:
@@ -144,21 +145,28 @@ def _explanations(sizing: Sizing) -> Iterator[str]:
     """Yield what the numbers rest on."""
     think = formatting.seconds(sizing.think_seconds)
     yield (
-        f"Users: at work at the same time; each waits for an answer, thinks for {think} on "
-        f"average, then asks again. Requests: {sizing.lengths}."
+        f"Users: people at work at the same time. Each waits for an answer, thinks for {think} on "
+        "average, then asks again."
     )
-    yield f"SLO: {slo_words(sizing.slo)}. {task_named(sizing.task).source}"
+    yield f"Requests: {sizing.lengths}. {task_named(sizing.task).source}"
+    yield f"SLO: {slo_words(sizing.slo)}."
     yield (
-        "Users each: the users that one machine carries, with the ends that it exceeds, and stays "
-        "below, in nine of ten cases. Machines: as many as the low end needs. Cost: rented day and "
-        "night; of machines that are paid for, the energy that serving takes."
+        "Users per machine: in brackets the ends of the interval. In nine of ten cases a machine "
+        "carries more users than the low end, and in nine of ten fewer than the high end. "
+        "Machines: as many as the low end needs. Cost: rented day and night at list prices; for "
+        "machines that are paid for, their energy while they serve."
     )
     yield (
         "Basis: confirmed, a load level at this rate ran on it; estimated, simulated from times "
         "measured on it; predicted, from datasheets or from other models measured on it. Weights: "
-        f"{', '.join(sizing.cpu_formats)} on CPUs, {sizing.gpu_format} on GPUs that were not "
+        f"{' or '.join(sizing.cpu_formats)} on CPUs, {sizing.gpu_format} on GPUs that were not "
         "measured."
     )
+    if any(row.grade in ("estimated", "confirmed") for row in sizing.rows):
+        yield (
+            "Engines: measured machines have the engine that was measured; GPUs that were not "
+            "measured are assumed to run a server like vLLM, which can be faster."
+        )
     machines_by_note: dict[str, list[str]] = {}
     for row in sizing.rows:
         for note in row.notes:

@@ -276,11 +276,11 @@ def lengths_in_words(workload: Workload) -> str:
     parts = [source if workload.scale == 1 else f"{source} x {workload.scale:g}"]
     max_prompt, max_output = workload.limits
     if max_prompt < math.inf:
-        parts.append(f"prompts of at most {max_prompt} tokens")
+        parts.append(f"prompts of at most {max_prompt:,} tokens")
     if max_output < math.inf:
-        parts.append(f"answers of at most {max_output} tokens")
+        parts.append(f"answers of at most {max_output:,} tokens")
     if workload.prefix_tokens:
-        parts.append(f"{workload.prefix_tokens} tokens of shared prefix")
+        parts.append(f"{workload.prefix_tokens:,} tokens of shared prefix")
     return ", ".join(parts)
 
 

@@ -76,5 +76,5 @@ def test_single_requests_are_stated_at_the_mean_and_the_longest_prompt() -> None
     assert single.mean_ttft_seconds == pytest.approx(mean, rel=0.1)
     assert single.longest_ttft_seconds == pytest.approx(longest, rel=0.1)
     assert single.measured_ratio == pytest.approx(1.0, abs=0.1)
-    assert "at the longest of 128, by the step times; measured requests took" in details(8)
-    assert "and the longest (128 tokens), by the step times: " in screen(8).lines[0]
+    assert "at the longest of 128, from the step times; measured requests took" in details(8)
+    assert "and the longest (128 tokens), from the step times: " in screen(8).lines[0]

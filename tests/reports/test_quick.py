@@ -87,7 +87,7 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_beside_another_process_the_machine_alone_is_estimated_in_the_same_time(
+def test_beside_another_process_the_idle_machine_is_estimated_in_the_same_time(
     share: float, tmp_path: Path
 ) -> None:
     """What the process took is left out of the step times, and the screen says which machine the

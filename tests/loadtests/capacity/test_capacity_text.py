@@ -146,5 +146,5 @@ def test_what_reuse_is_worth_and_how_many_users() -> None:
         users_without_prompt_cache=12.4,
     )
     assert users_words(cached) == (
-        "about 34 users at a time (1.2 with no prefix caching, 12 with the slots alone)"
+        "about 34 users at a time (1.2 with no prefix caching, 12 without the prompt cache)"
     )

@@ -209,7 +209,7 @@ STEP_TIMES = "server.step_times"
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        ("measured_on", "2026-02-30", "measured_on is '2026-02-30', which is no date"),
+        ("measured_on", "2026-02-30", "measured_on is '2026-02-30', which is not a date"),
         ("measured_on", "2999-01-01", "measured_on is 2999-01-01, which is in the future"),
         ("hardware.usable_cores", 3, "hardware.usable_cores is 3, but the machine has 2"),
         ("hardware.physical_cores", 4, "hardware.physical_cores is 4, but the machine has 2"),

@@ -59,7 +59,7 @@ def test_a_model_too_big_for_one_gpu_is_split_or_refused_with_the_reason() -> No
 def test_a_machine_that_misses_the_slo_unloaded_has_no_capacity() -> None:
     strict = Slo("strict", ttft_seconds=0.001, tpot_seconds=0.0001, target=0.9)
     found = capacity_of(served(T4), strict)
-    assert found.rate == 0.0 and "with one request at a time" in found.reason
+    assert found.rate == 0.0 and found.reason == "misses the SLO unloaded"
     assert certainty_of(served(T4), strict, 0.01) == "no"
 
 

@@ -166,10 +166,10 @@ def test_a_plan_says_what_a_start_costs_and_who_serves_meanwhile() -> None:
     assert (rented.grade, rented.bridge, rented.bridged_share) == ("predicted", "mine", 0.0)
     assert rented.start_seconds == 60 + rented.load_seconds
     text = as_text(plan, 140)
-    assert "mine serves up to 30 requests a minute: then nobody waits for a start." in text
-    page = plan_page(plan)
-    assert "then nobody waits for a start." in page and page.count("first user waits") == 1
+    assert "mine serves up to 30 requests a minute, so nobody waits for a start." in text
     assert "first user waits" in text and '"waiting_share"' in as_json(plan)
+    page = plan_page(plan)
+    assert "so nobody waits for a start." in page and page.count("first user waits") == 1
 
 
 def test_a_plan_without_the_table_has_no_cold_starts() -> None:

@@ -361,7 +361,29 @@ def test_an_interval_that_is_wide_has_its_reason_beside_it() -> None:
     (small,) = candidates_of(make_question(1.0, devices=["NVIDIA L4"]))
     text = as_text(make_plan(make_question(1.0), [small]), 200)
     assert (
-        "NVIDIA L4: the host decides the speed of models below 2B parameters, so its interval is "
-        "a factor of 3 to either side." in text
+        "NVIDIA L4: the host's CPU limits the speed of models below 2B parameters, so the interval "
+        "is a factor of 3 to either side." in text
     )
     assert small.low and small.high and small.high > 4 * small.low
+
+
+def test_machines_with_equal_names_get_those_of_their_runs(tmp_path: Path) -> None:
+    folder = shown()[0]
+    twin = tmp_path / "twin"
+    shutil.copytree(folder, twin)
+    tables = {
+        "model": "135m",
+        "devices": [],
+        "machines": [{"run": str(folder)}, {"run": str(twin)}],
+        "forecast": {"peak_rate": 0.01},
+    }
+    names = [one.name for one in candidates_of(question_of_tables(tables, folder))]
+    assert len(set(names)) == 2 and names[1].endswith(" (twin)")
+
+    tables["machines"] = [{"run": str(folder)}, {"run": str(folder)}]
+    names = [one.name for one in candidates_of(question_of_tables(tables, folder))]
+    assert names[1].endswith(f" ({folder.name}, 2)"), "two machines of the same kind"
+
+    tables["machines"] = [{"run": str(folder)}, {"run": str(folder), "name": "the other one"}]
+    named = candidates_of(question_of_tables(tables, folder))
+    assert named[1].name == "the other one"

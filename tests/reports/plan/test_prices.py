@@ -27,7 +27,7 @@ from crossover.reports.plan.plan_options import (
     Terms,
     ordered_options,
 )
-from crossover.reports.render.plan_chart import cost_chart
+from crossover.reports.render.plan_chart import HEIGHT, LABEL_PIXELS, cost_chart
 from crossover.reports.render.plan_text import as_text
 from tests.loadtests.capacity.machine_files import machine_file
 from tests.reports.plan.test_plan import machine, make_question
@@ -206,7 +206,7 @@ def test_the_answer_names_the_hours_below_which_renting_wins() -> None:
     assert (answer.assumption, answer.value) == ("hours", pytest.approx(1.0))
     assert answer.threshold == pytest.approx(120 / (0.5 * HOURS_A_MONTH - energy))
     assert (
-        "if the machines are needed in less than 33 % of the hours (here 100 %), renting wins."
+        "renting costs less if the machines are needed in less than 33 % of the hours (here 100 %)."
         in text_of(make_plan(question, [candidate]))
     )
 
@@ -223,7 +223,7 @@ def test_the_answer_names_the_years_after_which_buying_wins() -> None:
     assert (answer.assumption, answer.value) == ("years", 3.0)
     assert answer.threshold == pytest.approx(18_000 / (12 * 0.5 * HOURS_A_MONTH))
     assert (
-        "if the machines are used for more than 4.1 years (here 3.0 years), buying wins."
+        "buying costs less if the machines are used for more than 4.1 years (here 3.0 years)."
         in text_of(make_plan(question, [candidate]))
     )
 
@@ -300,6 +300,16 @@ def test_growth_says_nothing_of_a_machine_that_nobody_measured() -> None:
     assert made.growth is not None
     assert [milestone.kind for milestone in made.growth.milestones] == ["further machine"]
     assert "perhaps: calibrate it" in text_of(made) and "not enough today" not in text_of(made)
+
+
+def test_labels_of_the_chart_have_a_line_each_above_all_curves() -> None:
+    here = machine("here", 0.5, 0.6, 0.7, None, owned=1, watts=100.0)
+    question = question_with(0.4, forecast={"growth_percent_per_month": 5.0})
+    chart = cost_chart(make_plan(question, [here, EXACT]))
+    curves, *others = chart["layer"]
+    tops = {layer["encoding"]["y"]["value"] for layer in others if layer["mark"]["type"] == "text"}
+    assert tops == {0, LABEL_PIXELS, 2 * LABEL_PIXELS}
+    assert curves["encoding"]["y"]["scale"]["range"] == [HEIGHT, 3 * LABEL_PIXELS]
 
 
 def test_costs_over_years_follow_the_growth() -> None:

@@ -49,17 +49,25 @@ def row_of(candidate: Candidate, users: int) -> SizeRow:
 def test_users_machines_and_dollars_are_those_computed_by_hand() -> None:
     row = row_of(machine(low=1.0), users=120)
     # A turn takes 5 s + 45 s, so that 1, 2 and 3 requests/s are 50, 100 and 150 users.
-    assert (row.users_each_low, row.users_each, row.users_each_high) == (50.0, 100.0, 150.0)
+    assert (row.users_per_machine_low, row.users_per_machine, row.users_per_machine_high) == (
+        50.0,
+        100.0,
+        150.0,
+    )
     assert row.machines == 3  # 120 users of 50 each
     assert row.dollars == pytest.approx(3 * 0.5 * HOURS_A_MONTH)
 
 
-def test_one_user_alone_is_carried_wherever_the_slo_is_met_unloaded() -> None:
+def test_one_user_is_carried_wherever_the_slo_is_met_unloaded() -> None:
     row = row_of(machine(low=0.001, rate=0.002, high=0.1), users=3)
-    assert (row.users_each_low, row.users_each, row.users_each_high) == (1.0, 1.0, 5.0)
+    assert (row.users_per_machine_low, row.users_per_machine, row.users_per_machine_high) == (
+        1.0,
+        1.0,
+        5.0,
+    )
     assert row.machines == 3
     none = row_of(machine(low=0.0, rate=0.002, high=0.1), users=3)
-    assert (none.users_each_low, none.machines, none.dollars) == (0.0, None, None)
+    assert (none.users_per_machine_low, none.machines, none.dollars) == (0.0, None, None)
 
 
 def test_your_machine_costs_its_energy_and_more_of_it_need_a_price() -> None:
@@ -107,7 +115,9 @@ def test_a_run_of_the_task_s_requests_gives_its_confirmed_rate() -> None:
     confirmed, too_slow = sizing.rows
     assert confirmed.grade == "confirmed" and cell.answer_seconds and cell.confirmed_rate
     turn_seconds = cell.answer_seconds + 20.0
-    assert confirmed.users_each_low == pytest.approx(max(1.0, cell.confirmed_rate * turn_seconds))
+    assert confirmed.users_per_machine_low == pytest.approx(
+        max(1.0, cell.confirmed_rate * turn_seconds)
+    )
     assert too_slow.machines is None and "misses the SLO" in too_slow.reason
 
 
@@ -116,7 +126,11 @@ def test_models_that_a_run_did_not_measure_are_predicted_from_those_that_it_did(
     sizing = size(small, 2, ["8b"], [{"run": str(DEMO_RUN)}], [])
     (row,) = sizing.rows
     assert (row.model, row.grade) == ("llama-3.1-8b", "predicted")
-    assert row.users_each and row.users_each_low and row.users_each_low < row.users_each
+    assert (
+        row.users_per_machine
+        and row.users_per_machine_low
+        and row.users_per_machine_low < row.users_per_machine
+    )
 
 
 def test_a_model_that_does_not_fit_a_calibrated_machine_says_so(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_steps_that_take_longer_with_more_slots_may_outweigh_the_gain() -> None:
     ), "the present slots cost nothing more"
 
 
-def test_of_numbers_that_carry_as_much_the_present_one_stays_unless_histories_count() -> None:
+def test_numbers_with_equal_capacity_keep_the_present_one_unless_histories_count() -> None:
     """Where prompts bind, slots make no difference."""
     prompts = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=8)
     one = server(1, 0.0, prompt=0.5, workload=prompts)

@@ -123,7 +123,7 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
     assert rates[1] > 1.5 * rates[0] > 0 and "onnx int8: " in choice.reason
 
 
-def test_slots_that_nobody_set_are_those_that_carry_most(tmp_path: Path) -> None:
+def test_slots_that_are_not_set_are_those_with_the_highest_capacity(tmp_path: Path) -> None:
     """Steps take as long with many rows as with one, so more slots carry more, as far as memory
     goes."""
     quick_prompts = msgspec.structs.replace(times(0.05), prompt_tokens_per_second=5000)
