@@ -16,6 +16,7 @@ from crossover.reports.plan.plan_file import (
     ColdStartKeys,
     ForecastKeys,
     MachineKeys,
+    ModelKeys,
     PlanFile,
 )
 from crossover.serving.capacity.slo import SLO_PRESETS
@@ -46,9 +47,10 @@ def campaign_keys() -> list[str]:
 
 def plan_keys() -> list[str]:
     """For docs/plan.md."""
-    tables = ("forecast", "machines", "workload", "slo", "api", "cold_start")
+    tables = ("forecast", "models", "machines", "workload", "slo", "api", "cold_start")
     out = _table("Top of the file", PlanFile, tables)
     out += ["", *_table("[forecast]", ForecastKeys)]
+    out += ["", *_table("[[models]]", ModelKeys)]
     out += ["", *_table("[[machines]]", MachineKeys)]
     out += ["", *_table("[api]", ApiKeys)]
     return [*out, "", *_table("[cold_start]", ColdStartKeys)]

@@ -138,6 +138,12 @@ def first_part(name: str, **keys: str) -> list[str]:
     return ["```", *sentence.splitlines(), "", *table.splitlines(), "```"]
 
 
+def mix_output() -> list[str]:
+    """The choice and the tables of docs/plan-examples/mix.toml, as a block of Markdown."""
+    sentence, options, models, *_ = plan_output("mix").split("\n\n")
+    return ["```", *"\n\n".join((sentence, options, models)).splitlines(), "```"]
+
+
 def sizing_output() -> list[str]:
     """What `crossover size` says of 50 users who chat with an 8B model, as a block of Markdown."""
     text = as_sizing_text(size(task_named("chat"), 50, ["8b"], []), 100)
@@ -274,6 +280,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
         "mlperf": partial(in_a_block, "mlperf-8b"),
         "mlperf-fp8": partial(first_part, "mlperf-8b", gpu_format="fp8"),
         "cold-start": cold_start_output,
+        "mix": mix_output,
         "keys": plan_keys,
     },
     "docs/size.md": {"chat": sizing_output, "tasks": tasks},

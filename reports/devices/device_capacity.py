@@ -223,6 +223,18 @@ class Service(msgspec.Struct, frozen=True):
         return int(kv_bytes / token_bytes) if token_bytes else None, slots
 
 
+class MixedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several models on a machine, at their capacity. None: they have none together."""
+
+    model: str
+    weight_format: str
+    share: float  # of all requests
+    unshared_rate: float | None  # its capacity with the machine to itself, requests/s
+    rate: float | None = None  # its part of the capacity of all models
+    kept_share: float | None = None  # `rate` divided by `unshared_rate`
+    slowdown: float | None = None  # by which factor its steps take longer beside the others
+
+
 class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of a machine under an SLO, requests/s. Where it is None, `reason` says why."""
 
@@ -240,6 +252,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: float | None = None  # that serving takes on all devices together
     dollars_per_hour: float | None = None  # of all devices
     watts: float | None = None
+    models: tuple[MixedModel, ...] = ()  # (): it serves one model
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from crossover.models import formatting
+from crossover.reports.devices.device_capacity import MixedModel
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.api_price import ApiCost, api_cost
 from crossover.reports.plan.break_even import BreakEven, break_even
@@ -73,6 +74,24 @@ class CostCurve(msgspec.Struct, frozen=True, kw_only=True):
     points: list[CurvePoint]
 
 
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several models of a plan."""
+
+    model: str
+    share: float  # of all requests
+    weight_format: str  # on CPUs
+    slo: Slo
+    lengths: str
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """The models of a plan on one machine, at the capacity of all of them."""
+
+    machine: str
+    rate: float | None  # requests/s of all models; None: they cannot be served together
+    models: tuple[MixedModel, ...]
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a plan file. `options` are all options, `rows` those to show; both begin with
     the choice."""
@@ -107,11 +126,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     totals: dict[str, float | None] = {}
     growth: Growth | None = None  # None: the forecast does not grow
     cold_starts: tuple[ColdStart, ...] = ()  # of the machines to show, if the plan file asks for it
+    models: tuple[PlannedModel, ...] = ()  # of [[models]]; (): the plan is for one model
+    mixes: tuple[Mix, ...] = ()  # these models on each machine
 
     @property
     def choice(self) -> Option | None:
         """The cheapest option that meets the SLO with 90 % confidence; None: there is none."""
         return choice_of(self.options)
+
+    @property
+    def mixes_to_show(self) -> tuple[Mix, ...]:
+        """The mixes on the machines of the options to show, in the order of these."""
+        machines = [option.machine_above or option.machine for option in self.rows]
+        shown = [mix for mix in self.mixes if mix.machine in machines]
+        return tuple(sorted(shown, key=lambda mix: machines.index(mix.machine)))
 
     @property
     def rows(self) -> tuple[Option, ...]:
@@ -137,7 +165,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
     marked_rates += [milestone.rate for milestone in growth.milestones] if growth else []
     return Plan(
         name=question.keys.name,
-        model=question.spec.name,
+        model=question.model,
         weight_format=question.weight_format,
         gpu_format=question.gpu_format,
         lengths=question.lengths,
@@ -168,6 +196,21 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         totals=totals(question, candidates, rows, api),
         growth=growth,
         cold_starts=tuple(cold_starts(question, candidates, rows)),
+        models=tuple(
+            PlannedModel(
+                model=part.question.spec.name,
+                share=part.share,
+                weight_format=part.question.weight_format,
+                slo=part.question.slo,
+                lengths=part.question.lengths,
+            )
+            for part in question.parts
+        ),
+        mixes=tuple(
+            Mix(machine=candidate.name, rate=candidate.rate, models=candidate.models)
+            for candidate in candidates
+            if candidate.models
+        ),
     )
 
 

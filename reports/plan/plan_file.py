@@ -13,7 +13,7 @@ value. Reading a plan file does not inspect the machine that it runs on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from crossover.loadtests.campaign.campaign_file import SloSpec, slo_of
+from crossover.models import formatting
 from crossover.models.errors import CrossoverError, UnsupportedModel
 from crossover.models.identity.identify_model import ModelIdentity, identify
 from crossover.models.identity.model_ladder import find_ladder_model
@@ -41,6 +42,7 @@ from crossover.serving.workload.trace_file import load_trace
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 DEFAULT_FORMAT = "Q4_0"
 SECONDS_A_DAY = 86_400
+SHARE_ROUNDING = 1e-6  # of the sum of the shares of several models: 0.3 + 0.3 + 0.4 is 1
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
@@ -99,6 +101,17 @@ class MachineKeys(Table, frozen=True, kw_only=True):
     hosting_dollars_per_month: Annotated[float, Meta(ge=0, le=1e9)] | None = None
 
 
+class ModelKeys(Table, frozen=True, kw_only=True):
+    """One of several models: exactly one of share and rate."""
+
+    model: str
+    share: Annotated[float, Meta(gt=0, le=1)] | None = None
+    rate: Positive | None = None
+    format: str | None = None
+    workload: Workload | None = None
+    slo: str | SloSpec | None = None
+
+
 class ApiKeys(Table, frozen=True, kw_only=True):
     """The prices of an API that serves a comparable model."""
 
@@ -119,10 +132,11 @@ class PlanFile(Table, frozen=True, kw_only=True):
     """A plan file as it was written."""
 
     name: str = ""
-    model: str
+    model: str | None = None
+    models: Annotated[list[ModelKeys], Meta(max_length=10)] = []
     format: str | None = None
     gpu_format: str = "bf16"
-    forecast: ForecastKeys
+    forecast: ForecastKeys = ForecastKeys()
     workload: Workload | None = None
     slo: str | SloSpec | None = None
     spares: Annotated[int, Meta(ge=0)] = 0
@@ -148,6 +162,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     lengths: str  # lengths of prompts and answers, as a phrase
     folder: Path  # paths in the file are relative to it
     weight_format: str  # on CPUs
+    # Several models that share machines, each as a question of its own. The fields above are then
+    # those of the first, except for keys and forecast. (): one model.
+    parts: tuple[QuestionPart, ...] = ()
+
+    @property
+    def model(self) -> str:
+        """`llama-3.2-1b`, `70 % llama-3.2-1b + 30 % llama-3.1-8b`."""
+        if not self.parts:
+            return self.spec.name
+        return " + ".join(
+            f"{formatting.share(part.share, 2)} {part.question.spec.name}" for part in self.parts
+        )
 
     @property
     def gpu_format(self) -> str:
@@ -160,6 +186,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.keys.dollars_per_kwh * self.keys.pue
 
 
+class QuestionPart(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A model with its share of the requests."""
+
+    share: float
+    question: Question
+
+
 def read_question(
     raw: Mapping[str, Any], folder: Path = Path(), measured_spec: ModelSpec | None = None
 ) -> Question:
@@ -170,9 +203,7 @@ def read_question(
 
     Raises BadPlan with all errors of the file, each with key and value.
     """
-    keys = converted(raw, PlanFile, BadPlan)
-    if problems := list(_problems(keys)):
-        raise BadPlan("; ".join(problems))
+    keys = read_keys(raw)
     trace = keys.forecast.trace
     workload = keys.workload or (Workload(preset="chat") if trace is None else Workload(file=trace))
     paths = {
@@ -184,7 +215,7 @@ def read_question(
     try:
         spec, default_format = measured_spec, DEFAULT_FORMAT
         if spec is None:
-            model = identify_in(keys.model, folder)
+            model = identify_in(keys.model or "", folder)
             spec, default_format = model.spec, _default_format(model)
         if spec is None:
             raise BadPlan(
@@ -211,6 +242,40 @@ def read_question(
         raise BadPlan(str(problem)) from problem
 
 
+def read_keys(raw: Mapping[str, Any]) -> PlanFile:
+    """Return the keys of a plan file's tables. Raises BadPlan with all errors."""
+    keys = converted(raw, PlanFile, BadPlan)
+    if problems := list(_problems(keys)):
+        raise BadPlan("; ".join(problems))
+    return keys
+
+
+def read_mix(
+    raw: Mapping[str, Any], question_of_model: Callable[[dict[str, Any]], Question]
+) -> Question:
+    """Return the question of a plan file with [[models]]. Each of them has the other keys of the
+    file where it has none of its own.
+
+    `question_of_model`: reads the tables of a plan with one model. Raises BadPlan.
+    """
+    keys = read_keys(raw)
+    forecast = dict(raw.get("forecast", {}))
+    total_rate = sum(model.rate or 0.0 for model in keys.models)
+    if total_rate:
+        forecast["peak_rate"] = total_rate
+    tables = {name: value for name, value in raw.items() if name != "models"}
+    parts: list[QuestionPart] = []
+    for number, (model, own) in enumerate(zip(keys.models, raw["models"], strict=True)):
+        own_tables = {name: own[name] for name in own if name not in ("share", "rate")}
+        try:
+            question = question_of_model({**tables, **own_tables, "forecast": forecast})
+        except BadPlan as problem:
+            raise BadPlan(f"models[{number}]: {problem}") from problem
+        share = (model.rate or 0.0) / total_rate if total_rate else (model.share or 0.0)
+        parts.append(QuestionPart(share=share, question=question))
+    return msgspec.structs.replace(parts[0].question, keys=keys, parts=tuple(parts))
+
+
 def identify_in(name: str, folder: Path) -> ModelIdentity:
     """Return the identity of a model; a path is relative to `folder`. Raises ModelError."""
     is_path = find_ladder_model(name) is None and os.path.exists(folder / name)
@@ -229,7 +294,9 @@ def _problems(keys: PlanFile) -> Iterator[str]:
     forecast = keys.forecast
     rate_keys = ("peak_rate", "mean_rate", "users")
     given_keys = [name for name in rate_keys if getattr(forecast, name) is not None]
-    if len(given_keys) > 1 or not (given_keys or forecast.trace is not None):
+    has_own_rates = any(model.rate is not None for model in keys.models)
+    yield from _model_problems(keys, given_keys)
+    if len(given_keys) > 1 or not (given_keys or forecast.trace is not None or has_own_rates):
         given = " and ".join(given_keys) or "none"
         yield f"forecast: give one of {', '.join(rate_keys)}; got {given}"
     if forecast.trace is not None and (forecast.day != "flat" or forecast.weekend != 1.0):
@@ -263,6 +330,35 @@ def _problems(keys: PlanFile) -> Iterator[str]:
             f"api.cached_input = {api.cached_input:g} must be at most api.input = {api.input:g}: "
             "cached tokens never cost more than others"
         )
+
+
+def _model_problems(keys: PlanFile, rate_keys: Sequence[str]) -> Iterator[str]:
+    """Yield what is missing or contradictory in model and [[models]]. `rate_keys`: those of the
+    forecast that are given."""
+    models = keys.models
+    if (keys.model is None) == (not models):
+        given = "both" if models else "none"
+        yield f"give one of model and [[models]]; got {given}"
+    for number, model in enumerate(models):
+        where = f"models[{number}]"
+        if (model.share is None) == (model.rate is None):
+            given = "none" if model.rate is None else "both"
+            yield f"{where}: give one of share, rate; got {given}"
+        try:
+            known_format(model.format or DEFAULT_FORMAT)
+        except UnsupportedModel as problem:
+            yield f"{where}.format: {problem}"
+    shares = [model.share for model in models if model.share is not None]
+    rates = [model.rate for model in models if model.rate is not None]
+    if shares and rates:
+        yield "models: give each model a share, or each model a rate"
+    elif shares and abs(sum(shares) - 1) > SHARE_ROUNDING:
+        yield f"models: the shares must add up to 1, they add up to {sum(shares):g}"
+    if rates and rate_keys:
+        yield f"forecast.{rate_keys[0]}: leave it out, since the models have rates of their own"
+    for name in ("api", "cold_start"):
+        if models and getattr(keys, name) is not None:
+            yield f"{name} is of one model: leave it out of a plan with [[models]]"
 
 
 def _price_problems(machine: MachineKeys, years: float | None, where: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,9 +52,10 @@ from crossover.reports.devices.device_capacity import (
     machine_of,
 )
 from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
+from crossover.reports.devices.mix_capacity import MixPart, mix_capacity_of
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_question
+from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, read_mix, read_question
 from crossover.reports.plan.plan_options import Candidate, Purchase
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import binding_limit
@@ -68,6 +70,8 @@ def question_of_tables(raw: dict[str, object], folder: Path) -> Question:
 
     Paths in the file are relative to `folder`. Raises BadPlan, BadRun.
     """
+    if raw.get("models"):
+        return read_mix(raw, partial(question_of_tables, folder=folder))
     tables = dict(raw)
     forecast = tables.get("forecast")
     has_trace = isinstance(forecast, dict) and "trace" in forecast
@@ -222,6 +226,10 @@ def _catalog_candidate(
     if device.name in your_prices:
         price = your_prices[device.name]
         machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
+    if question.parts:
+        return _mix_candidate(
+            question, [ServedAs(machine, question.gpu_format)] * len(question.parts)
+        )
     return _predicted_candidate(question, machine, question.gpu_format)
 
 
@@ -328,9 +336,52 @@ def _candidate_of_count(
     return _candidate(capacity_of(service, question.slo), machine.price_date)
 
 
+class ServedAs(NamedTuple):
+    """How a machine serves a model."""
+
+    machine: Machine  # with the engine's step times and settings
+    weight_format: str
+
+
+def _mix_candidate(question: Question, served: Sequence[ServedAs]) -> Candidate:
+    """Return a machine that serves all models of a question, each as the one in `served`; with the
+    smallest number of devices that share a step and have a capacity above 0, as for one model."""
+
+    def with_devices(count: int) -> Candidate:
+        parts = [
+            MixPart(
+                service=Service(
+                    machine,
+                    part.question.spec,
+                    weight_format,
+                    Traffic(part.question.demand),
+                    count,
+                ),
+                slo=part.question.slo,
+                share=part.share,
+            )
+            for (machine, weight_format), part in zip(served, question.parts, strict=True)
+        ]
+        return _candidate(mix_capacity_of(parts), served[0].machine.price_date)
+
+    for count in TENSOR_PARALLEL_SIZES:
+        candidate = with_devices(count)
+        if candidate.rate:
+            return candidate
+    return with_devices(1)
+
+
 def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:
     """Return one device of a machine file: estimated with the best of the engines on which it
-    measured the model, else predicted from the models that it measured.
+    measured the model, else predicted from the models that it measured."""
+    if question.parts:
+        served = [_best_of_file(part.question, measured) for part in question.parts]
+        return _mix_candidate(question, served)
+    return _predicted_candidate(question, *_best_of_file(question, measured))
+
+
+def _best_of_file(question: Question, measured: MeasuredMachine) -> ServedAs:
+    """Return how a device of a machine file serves a model best.
 
     A plan that names no format for CPUs takes the formats that a CPU was measured in.
     """
@@ -339,15 +390,17 @@ def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candida
     of_model = [steps for steps in measured.models if steps.model.name == question.spec.name]
     in_format = [steps for steps in of_model if steps.weight_format == weight_format]
     estimated = [
-        _predicted_candidate(question, measured.serving(steps), steps.weight_format)
+        ServedAs(measured.serving(steps), steps.weight_format)
         for steps in in_format or (of_model if is_any_format else [])
     ]
     if estimated:
-        return max(estimated, key=lambda candidate: candidate.rate or 0.0)
+        return max(
+            estimated, key=lambda served: _predicted_candidate(question, *served).rate or 0.0
+        )
     measured_formats = [steps.weight_format for steps in measured.models]
     if is_any_format and weight_format not in measured_formats:
         weight_format = measured_formats[0]
-    return _predicted_candidate(question, measured.machine, weight_format)
+    return ServedAs(measured.machine, weight_format)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
@@ -370,7 +423,13 @@ def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
 def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
     """Return the candidates of a measured machine: its CPU or its GPU; or, if both were measured,
     each of them and the CPU with the GPU above it. Raises BadPlan."""
-    cells = _cells_of(data, question.keys.model) or _cells_of(data, question.spec.name)
+    if question.parts:
+        if mixes := _predicted_from_run(question, data):
+            return [_priced(question, data, keys, candidate) for candidate in mixes]
+        raise BadPlan(
+            f"Run {data.manifest.run_id} has no step times, which a plan with [[models]] needs"
+        )
+    cells = _cells_of(data, question.keys.model or "") or _cells_of(data, question.spec.name)
     cells = {side: cell for side, cell in cells.items() if cell.capacity is not None}
     if not cells:
         measured_models = list(dict.fromkeys(cell.model for cell in data.cells if cell.capacity))

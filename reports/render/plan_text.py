@@ -21,6 +21,7 @@ from crossover.reports.plan.later_months import MAX_MONTHS, Milestone
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.plan.plan_options import Option
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
+from crossover.reports.render.mix_text import mix_sentences, mix_table, model_sentences
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
@@ -45,6 +46,11 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         if plan.cold_starts:
             console.print(terminal_table(cold_start_table(plan.cold_starts)))
             for sentence in cold_start_sentences(plan.cold_starts):
+                console.print(sentence)
+            console.print()
+        if plan.mixes:
+            console.print(terminal_table(mix_table(plan.mixes_to_show)))
+            for sentence in mix_sentences(plan):
                 console.print(sentence)
             console.print()
         for sentence in [*sentences(plan), "", *explanations(plan)]:
@@ -394,8 +400,11 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def explanations(plan: Plan) -> Iterator[str]:
     """Yield what the words and numbers of the table mean."""
-    formats = f"{plan.weight_format} on CPUs, {plan.gpu_format} on GPUs that were not measured"
-    yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}. Weights: {formats}."
+    if plan.models:
+        yield from model_sentences(plan)
+    else:
+        formats = f"{plan.weight_format} on CPUs, {plan.gpu_format} on GPUs that were not measured"
+        yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}. Weights: {formats}."
     yield (
         "Meets the SLO: yes, with at least 90 % confidence; perhaps, with 10 to 90 %. Basis: "
         "confirmed, a load level at this rate ran on it; estimated, simulated from times measured "

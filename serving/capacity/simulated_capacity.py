@@ -325,6 +325,7 @@ class Server:
         self.arrivals = arrivals
         self.count = count
         self.played: dict[float, Simulated] = {}  # by rate
+        self.busy_shares: dict[float, float] = {}  # by rate
 
     def capacity(self, slo: Slo) -> SimulatedCapacity:
         """Return the simulated capacity. If the server meets the SLO even when it is saturated, the
@@ -425,6 +426,11 @@ class Server:
             self.played[rate] = self._finish(self._begin_at(rate), rate)
         return self.played[rate]
 
+    def busy_share(self, rate: float) -> float:
+        """Return the share of the time in which the engine is in a step, at this rate."""
+        self.play(rate)
+        return self.busy_shares[rate]
+
     def share(self, rate: float, slo: Slo) -> float:
         """Return the SLO attainment at this rate."""
         return float(slo.met_by(self.play(rate)).mean())
@@ -456,6 +462,9 @@ class Server:
         there are none."""
         simulation.play()
         simulated = simulation.results()
+        if simulated.work is not None and len(simulated.due):
+            busy_share = rate * simulated.work.seconds / len(simulated.due)
+            self.busy_shares[rate] = min(1.0, busy_share)
         is_counted = self._is_counted(simulated.due, rate)
         if not is_counted.any():
             raise WorkloadError("The arrivals have gaps that are too long to simulate")
