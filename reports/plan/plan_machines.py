@@ -144,6 +144,7 @@ def candidates_of(
         devices = [device for device in named if device.name not in in_file]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
+    _check_given_once(question)
     machine_count = len(machines) + len(devices)
     candidates: list[tuple[Candidate, str]] = []  # with the run or file that it comes from
     for number, keys in enumerate(machines):
@@ -159,6 +160,22 @@ def candidates_of(
             report_progress(device.name, number / machine_count)
             candidates.append((next(simulated), ""))
     return _with_distinct_names(candidates)
+
+
+def _check_given_once(question: Question) -> None:
+    """Raise BadPlan for a run or file that is there twice without a name of its own."""
+    first_by_source: dict[Path, int] = {}
+    for number, keys in enumerate(question.keys.machines):
+        source = keys.run or keys.file
+        if source is None or keys.name is not None:
+            continue
+        first = first_by_source.setdefault((question.folder / source).resolve(), number)
+        if first != number:
+            raise BadPlan(
+                f"machines[{number}] is {Path(source).name}, as machines[{first}] is. Leave one of "
+                "them out (--run and --machine add machines to those of the file), give it a "
+                "`name`, or set `owned` to the number of such machines"
+            )
 
 
 def _source_name(folder: Path, keys: MachineKeys) -> str:

@@ -392,10 +392,12 @@ def test_what_is_not_known_of_a_cost_is_named_and_never_taken_for_free() -> None
 
 
 def test_machines_of_the_same_name_keep_their_own_prices(tmp_path: Path) -> None:
-    """Two files of the same kind of machine, one of which is given twice: three rows."""
-    for stem, dollars in (("cloud", 0.1), ("shop", 0.4)):
-        write_machine_file(tmp_path / f"{stem}.json", machine_file(dollars_per_hour=dollars))
-    tables = [{"file": f"{stem}.json", "owned": 0} for stem in ("cloud", "shop", "shop")]
+    """Three files of the same kind of machine, two of which have the same name: three rows."""
+    files = {"cloud.json": 0.1, "shop.json": 0.4, "other/shop.json": 0.4}
+    (tmp_path / "other").mkdir()
+    for name, dollars in files.items():
+        write_machine_file(tmp_path / name, machine_file(dollars_per_hour=dollars))
+    tables = [{"file": name, "owned": 0} for name in files]
     question = question_of_tables(
         {
             "model": "135m",
