@@ -25,11 +25,13 @@ from crossover.loadtests.capacity.sharper_slo import advice
 from crossover.loadtests.cli.one_level import show_level
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity, Disturbance
+from crossover.reports.answers.atlas import atlas_of
 from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.cheapest_gpu import choose_takeover
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.slo_sliders import lattice_of
+from crossover.reports.devices.calibrated_machines import read_machines
 from crossover.reports.devices.device_capacity import (
     Service,
     capacity_of,
@@ -38,6 +40,8 @@ from crossover.reports.devices.device_capacity import (
 )
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
+from crossover.reports.plan.sizing import size
+from crossover.reports.plan.tasks import task_named
 from crossover.reports.report_data import CellData, read_report
 from crossover.reports.sections.latency_curves import charts_of
 from crossover.serving.capacity.simulated_capacity import Demand, PrefixReuse
@@ -124,6 +128,17 @@ def advised(slo: Slo) -> str:
     return advice(wide, cell.server, cell.traffic.demand, reachable)
 
 
+def atlas_capacities(slo: Slo) -> list[float | None]:
+    machines = read_machines([ROOT / "docs" / "atlas" / "epyc-2-cores.json"])
+    demand = Demand(Workload(prompt_tokens=64, output_tokens=16))
+    return [entry.capacity.rate for entry in atlas_of(machines, demand, slo).entries]
+
+
+def users_of_one_gpu(slo: Slo) -> list[float | None]:
+    sizing = size(task_named("chat"), 10, ["8b"], [], ["NVIDIA L4"], slo=slo)
+    return [row.users_per_machine for row in sizing.rows]
+
+
 ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/campaign/level_runner.py:judge_level": lambda slo: (
         judge_level(disturbed_level(), slo, []).is_set_aside
@@ -138,6 +153,7 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/capacity/sharper_slo.py:advice": advised,
     "loadtests/cli/one_level.py:show_level": printed,
     "loadtests/levels/level_columns.py:Level.judge": lambda slo: level_at_a_rate().judge(slo),
+    "reports/answers/atlas.py:atlas_of": atlas_capacities,
     "reports/answers/binding_limits.py:binding_of": lambda slo: binding_of(cell_under(slo), slo),
     "reports/answers/cheapest_gpu.py:choose_takeover": lambda slo: choose_takeover(
         cell_under(slo), slo
@@ -147,6 +163,7 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "reports/devices/device_capacity.py:certainty_of": lambda slo: certainty_of(
         service(), slo, rate=0.1
     ),
+    "reports/plan/sizing.py:size": users_of_one_gpu,
     "reports/report_data.py:read_report": lambda slo: cell_under(slo).capacity,
     "reports/sections/latency_curves.py:charts_of": lambda slo: charts_of(cell_under(WITHOUT), slo),
 }

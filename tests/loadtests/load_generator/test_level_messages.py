@@ -27,7 +27,7 @@ def test_workloads_as_people_write_them() -> None:
     ("given", "message"),
     [
         ({}, "Give either --rate"),
-        ({"rate": 1.0, "extra_body": ["{"]}, "--extra-body '{' is not of the form key=value"),
+        ({"rate": 1.0, "extra_body": ["{"]}, "--extra-body: '{' is not of the form KEY=VALUE"),
         ({"rate": 1e12}, "--rate must be at most 100000, got"),
         ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no valid host or port"),
         ({"concurrency": 1, "arrivals": "constant"}, "--arrivals needs --rate"),
@@ -38,7 +38,7 @@ def test_options_that_contradict_each_other_are_refused(
     given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(CrossoverError, match=message):
-        load(**({"url": "http://127.0.0.1:9", "extra_body": None} | given))
+        load(**({"url": "http://127.0.0.1:9", "extra_body": None, "headers": []} | given))
 
 
 @pytest.mark.parametrize("text", ["1000000000x2", "2x1000000000", "9" * 30 + "x2", "0x2"])
