@@ -229,7 +229,7 @@ def fastest_backend(
         chosen = _slots_of(question, best, best.times, facts)
         slots = chosen.slots
         if slots != chosen.present_slots:
-            reason += f"; with {slots} slots {_slots_reason(chosen)}"
+            reason += f"; with {slots} slots {_slots_reason(chosen, _unit_rate(candidates))}"
     return EngineChoice(
         best.backend, best.weight_format, reason, tuple(candidates), best.threads, slots
     )
@@ -250,12 +250,17 @@ def _slots_of(
     )
 
 
-def _slots_reason(chosen: SlotsChoice) -> str:
+def _unit_rate(candidates: Sequence[EngineCandidate]) -> float:
+    """Return the rate whose unit suits all capacities of a sentence."""
+    return min((candidate.rate for candidate in candidates if candidate.rate), default=0.0)
+
+
+def _slots_reason(chosen: SlotsChoice, unit_rate: float) -> str:
     """Return what the chosen slots give."""
     if chosen.gain < MIN_GAIN:
         return "it carries as much and keeps more histories of conversations"
-    more = rate(chosen.rate, like=chosen.present_rate)
-    return f"it carries {more} in place of {rate(chosen.present_rate)}"
+    more, fewer = (rate(value, like=unit_rate) for value in (chosen.rate, chosen.present_rate))
+    return f"it carries {more} in place of {fewer}"
 
 
 def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[EngineCandidate]:
@@ -317,7 +322,7 @@ def _reason(
     if len(candidates) == 1:
         return f"{best.name} is the only engine of the CPU that runs it"
     rates = [candidate.rate for candidate in candidates if candidate.rate]
-    unit_rate = min(rates, default=0.0)  # one unit for all capacities
+    unit_rate = _unit_rate(candidates)
     descriptions: list[str] = []
     for candidate in candidates:
         result = candidate.why_not or _capacity_text(candidate.capacity, unit_rate)
