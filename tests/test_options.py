@@ -29,6 +29,7 @@ from crossover.reports.plan.plan_file import (
     ColdStartKeys,
     ForecastKeys,
     MachineKeys,
+    ModelKeys,
     PlanFile,
 )
 from crossover.serving.option_help import flags_of, texts_in, texts_of
@@ -42,7 +43,8 @@ COMMANDS: list[type[msgspec.Struct]] = [
 ]
 TABLES: list[type[msgspec.Struct]] = [
     *(CampaignFile, GpuSettings, Search, ServerSettings, SloSpec, Target, ThirdPartyEngine),
-    *(ApiKeys, ColdStartKeys, ForecastKeys, MachineKeys, PlanFile, Workload, *get_args(Arrivals)),
+    *(ApiKeys, ColdStartKeys, ForecastKeys, MachineKeys, ModelKeys, PlanFile, Workload),
+    *get_args(Arrivals),
 ]
 PLACEHOLDERS = {ThirdPartyEngine: ["{model}", "{port}"]}  # of a command, not lists
 
