@@ -460,7 +460,7 @@ def test_run_folders_are_named_after_the_time_in_utc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the folders of two machines, or of both sides of a change of the clock, sort by time."""
-    monkeypatch.setenv("TZ", "XXX-8")
+    monkeypatch.setenv("TZ", "CST-8")
     time.tzset()
     try:
         with new_run(tmp_path, parse_campaign(with_engine()), hardware_facts(), ()) as opened:
