@@ -46,7 +46,7 @@ WIDTHS: dict[ColumnName, int] = {
     "single_stream": 19,
     "confirmed": 18,
     "estimated": 19,
-    "engine": 10,
+    "engine": 13,
     "takeover": 25,
     "price": 20,
 }
@@ -128,8 +128,9 @@ class _Cursor:
         self, content: str, characters: int, *, line_height: float
     ) -> list[tuple[float, str]]:
         """Return lines of at most so many characters, each after its height. No line begins with a
-        unit: `90 %` stays together."""
-        unbroken = re.sub(rf"(?<=\d) (?={UNITS})", NO_BREAK_SPACE, content)
+        unit: `90 %` stays together. Marks of code are left out."""
+        unmarked = content.replace("`", "")
+        unbroken = re.sub(rf"(?<=\d) (?={UNITS})", NO_BREAK_SPACE, unmarked)
         return [(self.step(line_height), line) for line in wrap(unbroken, characters)]
 
 

@@ -286,6 +286,21 @@ def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_t
     assert "16 cores of an Intel Xeon and NVIDIA H200" in drawn
 
 
+def test_no_text_of_the_pictures_table_reaches_into_the_next_column() -> None:
+    pixels_per_character = 4.6  # of digits and small letters in the size of a cell
+    data, answers, _ = h200()
+    drawn = first_screen_png.drawing(data, answers)
+    texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', drawn)
+    rows = [y for _, y, text in texts if text in ("llama-3.2-1b", "llama-3.1-8b")][:2]
+    assert len(rows) == 2
+    for row in rows:
+        cells = sorted((float(x), text) for x, y, text in texts if y == row)
+        assert len(cells) == 9
+        edges = [*(x for x, _ in cells[1:]), first_screen_png.MARGIN + first_screen_png.INSIDE]
+        for (x, text), edge in zip(cells, edges, strict=True):
+            assert x + pixels_per_character * len(text) <= edge, text
+
+
 def test_markdown_json_and_csv_name_the_device_of_every_row() -> None:
     data, answers, sections = h200()
     text = markdown.markdown(data, answers, list(sections.values()))
