@@ -210,9 +210,10 @@ def next_measurement(progress: CellProgress) -> Measurement:
 
 def slots_words(choice: SlotsChosen) -> str:
     """Return why the server is started again with another number of slots."""
-    rate = formatting.of_requests(formatting.rate(choice.rate, like=choice.previous_rate or None))
+    unit_rate = min(choice.rate, choice.previous_rate or choice.rate)  # one unit for both
+    rate = formatting.of_requests(formatting.rate(choice.rate, like=unit_rate))
     previous_words = (
-        f"in place of {formatting.rate(choice.previous_rate, like=choice.rate)}"
+        f"in place of {formatting.rate(choice.previous_rate, like=unit_rate)}"
         if choice.previous_rate
         else "where it would miss the SLO"
     )

@@ -9,6 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
+from crossover.loadtests.campaign.next_measurement import slots_words
 from crossover.loadtests.records.journal_events import SlotsChosen, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from crossover.reports.answers.binding_limits import binding_of
@@ -78,3 +79,10 @@ def test_single_requests_are_stated_at_the_mean_and_the_longest_prompt() -> None
     assert single.measured_ratio == pytest.approx(1.0, abs=0.1)
     assert "at the longest of 128, from the step times; measured requests took" in details(8)
     assert "and the longest (128 tokens), from the step times: " in screen(8).lines[0]
+
+
+def test_the_words_of_a_choice_have_one_unit() -> None:
+    choice = SlotsChosen(cell="c", slots=64, rate=1.2, previous_slots=16, previous_rate=0.75)
+    assert slots_words(choice).startswith(
+        "by the step times it carries 72 requests a minute with 64 slots, in place of 45 a minute"
+    )
