@@ -23,6 +23,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.campaign.server_launch import CellServer
+from crossover.loadtests.capacity.unloaded_check import unloaded_check_words
 from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.host.listening_process import listening_pid
 from crossover.loadtests.host.resource_sampler import Sampler
@@ -243,7 +244,7 @@ def judge_level(
     """Return a level that has ended, with its warnings, and whether it counts and is valid.
 
     A disturbed level at a rate counts if it meets the target all the same, and a burst if little
-    was taken from it; both also with `counts_disturbed`. A single stream always counts, since
+    was taken from it; both also with `counts_disturbed`. Requests one at a time always count, since
     Level.undisturbed is what it would have been without other processes.
     """
     replace, finished = msgspec.structs.replace, level.finished
@@ -253,7 +254,7 @@ def judge_level(
         if level.is_burst:
             is_usable = is_slight(disturbance)
         else:
-            is_usable = level.is_single_stream or (level.judge(slo).share or 0.0) >= slo.target
+            is_usable = level.concurrency == 1 or (level.judge(slo).share or 0.0) >= slo.target
         counts = disturbance.counts or counts_disturbed or is_usable
         finished = replace(finished, disturbance=replace(disturbance, counts=counts))
     warnings = level_warnings(replace(level, finished=finished), slo, samples)
@@ -267,6 +268,8 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     and verdict."""
     if level.is_burst:
         return f"a burst of {len(level.due)}"
+    if level.is_unloaded_check:
+        return unloaded_check_words(level, slo)
     judged = level.judge(slo)
     verdict = _verdict_words(level, judged)
     share = "" if judged.share is None else f" ({judged.share:.0%})"
@@ -275,7 +278,7 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
     load = formatting.load(level.rate, level.concurrency, 3, unit_rate)
     if level.rate:
-        came = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
+        came = formatting.rate(level.offered_rate, 3, like=unit_rate or level.rate)
         load = f"{came} offered (nominal {load})"
     return (
         f"{load}: {judged.good}{share} of {judged.due} met the SLO, "

@@ -5,6 +5,9 @@
     single streams -> calibration -> a level at 0.8 of the estimated capacity, which confirms it ->
     one more level where that one did not confirm a rate near the estimate
 
+If single requests miss the SLO by the step-time model, those that decide are sent alone before that
+is said (unloaded_check.py).
+
 If the calibration shows that another number of slots gives a higher capacity, the server is started
 again with it and calibrated again.
 
@@ -42,7 +45,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity, SlotsChosen
-from crossover.loadtests.records.level_plan import LevelPlan
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.slo import Slo, Verdict, requests_to_hold
 from crossover.serving.workload.conversations import session_seconds
@@ -108,6 +111,9 @@ class CellProgress:
     confirms: bool  # False: this cell is only estimated
     slots_choice: SlotsChosen | None = None  # by its first calibration; None: its slots stay
     needs_restart: bool = False  # the server still runs with the slots of before that choice
+    # Requests that miss the SLO unloaded by the step-time model, to be sent alone. None: there is
+    # no such model, they were sent already, or they are turns of conversations.
+    to_check: Burst | None = None
 
     @cached_property
     def single_streams(self) -> list[Level]:
@@ -196,13 +202,23 @@ def next_measurement(progress: CellProgress) -> Measurement:
             seconds = max(seconds, MIN_CALIBRATION_SECONDS)
         if seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
-    is_none_by_model = capacity.method == "step_times" and not capacity.estimated_rate
-    if is_none_by_model and progress.left_seconds > 0 and count < MAX_SINGLE_STREAM_LEVELS:
-        return single_stream  # what the model says is missed is sent before it is called missed
+    if capacity.is_none and progress.left_seconds > 0:
+        # What the model says is missed is sent before it is called missed.
+        if progress.to_check is not None:
+            return LevelPlan(
+                concurrency=1,
+                burst=progress.to_check,
+                requests=progress.to_check.streams,
+                window_seconds=round(progress.left_seconds, 1),
+            )
+        if progress.workload.has_sessions and count < MAX_SINGLE_STREAM_LEVELS:
+            return single_stream
     if not progress.confirms:
         return StopMeasuring("this configuration is only estimated")
     if misses_unloaded:
         return StopMeasuring("single-stream requests miss the SLO, in too few requests to be sure")
+    if capacity.is_none and capacity.checked:
+        return StopMeasuring("single requests miss the SLO, as the step-time model says")
     if capacity.method == "step_times" and progress.has_latency_limit:
         return _confirm_estimate(progress)
     return _search_by_levels(progress)
@@ -234,19 +250,32 @@ def _given_rate(progress: CellProgress) -> LevelPlan | StopMeasuring:
 
 def _verify_unloaded(
     progress: CellProgress, single_stream: LevelPlan
-) -> LevelPlan | RestartServer | StopMeasuring:
+) -> LevelPlan | Calibrate | RestartServer | StopMeasuring:
     """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
-    second level if it cannot be restarted."""
+    second level if it cannot be restarted. Then comes a calibration, by which it can be said with
+    which SLO there would be a capacity."""
     start = progress.server_start
     if start is None:
         if len(progress.single_streams) < 2 and progress.left_seconds > 0:
             return single_stream
-        return StopMeasuring("the SLO is missed even without load")
+        return _calibrate_for_advice(progress) or StopMeasuring(
+            "the SLO is missed even without load"
+        )
     if progress.capacity.starts >= 2:
-        return StopMeasuring("the SLO is missed even without load, on two starts")
+        return _calibrate_for_advice(progress) or StopMeasuring(
+            "the SLO is missed even without load, on two starts"
+        )
     if all(level.started.start != start for level in progress.single_streams):
         return single_stream
     return RestartServer("the SLO is missed even without load; restarting the server to verify")
+
+
+def _calibrate_for_advice(progress: CellProgress) -> Calibrate | None:
+    """Return a calibration if there is time for it; None: there is not, or it has been done."""
+    seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
+    if progress.is_calibrated or not progress.has_latency_limit:
+        return None
+    return Calibrate(seconds) if seconds >= MIN_CALIBRATION_SECONDS else None
 
 
 def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
@@ -259,7 +288,7 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     estimate = capacity.estimated_rate
     if not estimate:  # the single requests contradict the model
         return _search_by_levels(progress)
-    # The offered rate, as the estimate is one; a little less may have been achieved.
+    # The nominal rate, as the estimate is one; a little less may have been offered.
     highest_met = max(progress.rates_with("meets"), default=0.0)
     needed_starts = min(progress.block, progress.search.starts)
     # Of the machine as busy as it is: a level at a higher rate would miss the SLO.

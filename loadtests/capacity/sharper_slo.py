@@ -16,10 +16,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from crossover.loadtests.capacity.capacity_text import common_unit_rate
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, Demand, ServerModel
+from crossover.serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Z_90,
+    Demand,
+    Server,
+    ServerModel,
+)
 from crossover.serving.capacity.slo import Slo
 
 MAX_WIDTH = 2.0  # an interval whose ends are further apart than this factor is wide
@@ -29,6 +37,7 @@ TARGETS = (0.95, 0.9, 0.8)
 LIMIT_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 MAX_ALTERNATIVES = 2
 MORE_FACTORS = (6.0, 10.0)  # of a limit that no request meets
+SHORTER_PROMPTS = {1 / 2: "half as long", 1 / 4: "a quarter as long", 1 / 8: "an eighth as long"}
 
 
 class Alternative(NamedTuple):
@@ -40,14 +49,14 @@ class Alternative(NamedTuple):
 
 
 def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
-    """Return a sentence with a target and a limit under which the interval would be narrow, or
-    under which there would be a capacity, if by the step times there is none.
+    """Return a sentence with a target and a limit under which the interval would be narrow, or, if
+    there is no capacity, with those (or with shorter prompts) under which there would be one.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
-    if not found.estimated_rate and not found.is_confirmed:
-        return _slo_with_a_capacity(server.slower(found.factor or 1.0), demand, slo)
+    if found.is_none:
+        return _what_gives_a_capacity(server.slower(found.factor or 1.0), demand, slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
         return ""
@@ -81,19 +90,45 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     )
 
 
-def _slo_with_a_capacity(server: ServerModel, demand: Demand, slo: Slo) -> str:
-    """Return a sentence with the nearest SLOs under which this server would have a capacity; "":
-    there is none among the alternatives."""
-    found: list[str] = []
+def _what_gives_a_capacity(server: ServerModel, demand: Demand, slo: Slo) -> str:
+    """Return a sentence with the nearest SLOs, and the longest prompts, with which this server
+    would have a capacity; "": there are none among the alternatives."""
+    rates: dict[str, float] = {}  # "slo.ttft_seconds = 4" -> the capacity with it
     for alternatives in _easier_slos(slo, (*LIMIT_FACTORS, *MORE_FACTORS)):
         for key, value, easier_slo in alternatives:
             rate = server.capacity(demand, easier_slo, QUICK_REQUESTS).rate
             if rate > 0:
-                found.append(f"slo.{key} = {value}: about {formatting.rate(rate)}")
+                rates[f"slo.{key} = {value}"] = rate
                 break
-    if not found:
+        if len(rates) == MAX_ALTERNATIVES:
+            break
+    simulated = server.simulated(demand)
+    if simulated.lengths.turns is None:
+        for factor, words in SHORTER_PROMPTS.items():
+            rate = _with_shorter_prompts(simulated, factor).capacity(slo).rate
+            if rate > 0:
+                rates[f"prompts {words}"] = rate
+                break
+    if not rates:
         return ""
-    return f"There would be a capacity with another SLO: {'; '.join(found[:MAX_ALTERNATIVES])}."
+    unit_rate = common_unit_rate(rates.values())
+    *first, last = (
+        f"{what} (about {formatting.of_requests(formatting.rate(rate, like=unit_rate))})"
+        for what, rate in rates.items()
+    )
+    alternatives_words = " or ".join(filter(None, (", ".join(first), last)))
+    return f"There would be a capacity with {alternatives_words}."
+
+
+def _with_shorter_prompts(server: Server, factor: float) -> Server:
+    """Return the server under the same requests with prompts of this share of their length."""
+    lengths = server.lengths
+    prompt = np.maximum(np.ceil(factor * lengths.prompt), 1).astype(np.int64)
+    cached = np.minimum(lengths.cached, prompt - 1)
+    shorter = msgspec.structs.replace(lengths, prompt=prompt, cached=cached)
+    return Server(
+        server.step_times, server.settings, shorter, server.arrivals, count=QUICK_REQUESTS
+    )
 
 
 def _easier_slos(

@@ -41,7 +41,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The load as a phrase, such as `2 requests/s`."""
         plan = self.plan
         if plan.burst is not None:
-            return f"{plan.burst.streams} requests at once"
+            is_check = plan.is_unloaded_check
+            return f"{plan.burst.streams} requests {'one at a time' if is_check else 'at once'}"
         if self.has_sessions and plan.rate is not None:
             return f"{plan.rate / mean_turns_of(self.workload):.3g} conversations/s"
         return formatting.of_requests(formatting.load(plan.rate, plan.concurrency, 3))

@@ -166,6 +166,7 @@ def test_an_answer_without_a_capacity_gives_the_reason(
     assert answer.ttft_seconds is not None
     text = "\n".join(lines_of(answer))
     assert f"none: {answer.reason}" in text and "--shape" in text
+    assert ("There would be a capacity with" in text) is (limit is not None)
     assert (limit or "not known") in text
 
 
