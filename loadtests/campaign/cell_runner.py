@@ -109,6 +109,7 @@ class CellRun:
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
+                    self._keep_unit(capacity_of(state))
                     last = self._measure()
                 if isinstance(last, StopMeasuring):
                     break
@@ -213,6 +214,7 @@ class CellRun:
     def _keep_unit(self, capacity: journal.Capacity) -> float | None:
         """Return the rate in whose unit all rates of this cell are written: the first estimate."""
         self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
+        self.bench.unit_rate = self.unit_rate
         return self.unit_rate
 
     def _calibrate(self, seconds: float) -> None:

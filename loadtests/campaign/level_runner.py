@@ -63,6 +63,8 @@ class ServerBench:
         self.policy: SchedulerSettings | None = None  # None: another server, which reports none
         self.slots: int | None = None  # None: the server does not report them
         self.kv_tokens: int | None = None  # in its KV cache; None: the server does not report them
+        # The rate in whose unit rates are shown; None: each has its own.
+        self.unit_rate: float | None = None
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
@@ -181,10 +183,14 @@ class ServerBench:
     def _show_progress(self, load: LoadPlan, started: LevelStarted, answered: int) -> None:
         duration = load.plan.duration_seconds
         elapsed = time.time() - started.started_unix_seconds
-        remaining = formatting.duration(max(0.0, duration - elapsed))
+        load_words = load.load_in_words(self.unit_rate)
+        remaining = f"at most {formatting.duration(duration - elapsed)} left"
+        if elapsed >= duration:
+            remaining = "waiting for the last answers"
+        elif load.plan.rate is not None:
+            remaining = f"{formatting.duration(duration - elapsed)} left"
         self.progress.tick(
-            f"{load.cell}, {load.load_in_words}: {answered} answered, {remaining} left",
-            elapsed / duration,
+            f"{load.cell}, {load_words}: {answered} answered, {remaining}", elapsed / duration
         )
 
     def _record_start(self, load: LoadPlan, unix_seconds: float) -> LevelStarted:

@@ -42,6 +42,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
     shortest_bounding_level,
     shortest_level,
 )
+from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity, SlotsChosen
@@ -226,7 +227,9 @@ def next_measurement(progress: CellProgress) -> Measurement:
 
 def slots_words(choice: SlotsChosen) -> str:
     """Return why the server is started again with another number of slots."""
-    unit_rate = min(choice.rate, choice.previous_rate or choice.rate)  # one unit for both
+    # The unit of the estimate, which is that of the previous slots.
+    estimate = Capacity(state="not_confirmed", estimated_rate=choice.previous_rate or choice.rate)
+    unit_rate = common_rate([estimate])
     rate = formatting.of_requests(formatting.rate(choice.rate, like=unit_rate))
     previous_words = (
         f"in place of {formatting.rate(choice.previous_rate, like=unit_rate)}"

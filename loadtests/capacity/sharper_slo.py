@@ -56,7 +56,8 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
     if found.is_none:
-        return _what_gives_a_capacity(server.slower(found.factor or 1.0), demand, slo)
+        unloaded = server.slower(found.factor or 1.0)
+        return what_gives_a_capacity(unloaded.simulated(demand), slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
         return ""
@@ -90,23 +91,20 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     )
 
 
-def _what_gives_a_capacity(server: ServerModel, demand: Demand, slo: Slo) -> str:
+def what_gives_a_capacity(server: Server, slo: Slo) -> str:
     """Return a sentence with the nearest SLOs, and the longest prompts, with which this server
     would have a capacity; "": there are none among the alternatives."""
     rates: dict[str, float] = {}  # "slo.ttft_seconds = 4" -> the capacity with it
     for alternatives in _easier_slos(slo, (*LIMIT_FACTORS, *MORE_FACTORS)):
         for key, value, easier_slo in alternatives:
-            rate = server.capacity(demand, easier_slo, QUICK_REQUESTS).rate
-            if rate > 0:
+            if (rate := server.capacity(easier_slo).rate) > 0:
                 rates[f"slo.{key} = {value}"] = rate
                 break
         if len(rates) == MAX_ALTERNATIVES:
             break
-    simulated = server.simulated(demand)
-    if simulated.lengths.turns is None:
+    if server.lengths.turns is None:
         for factor, words in SHORTER_PROMPTS.items():
-            rate = _with_shorter_prompts(simulated, factor).capacity(slo).rate
-            if rate > 0:
+            if (rate := _with_shorter_prompts(server, factor).capacity(slo).rate) > 0:
                 rates[f"prompts {words}"] = rate
                 break
     if not rates:
@@ -126,9 +124,7 @@ def _with_shorter_prompts(server: Server, factor: float) -> Server:
     prompt = np.maximum(np.ceil(factor * lengths.prompt), 1).astype(np.int64)
     cached = np.minimum(lengths.cached, prompt - 1)
     shorter = msgspec.structs.replace(lengths, prompt=prompt, cached=cached)
-    return Server(
-        server.step_times, server.settings, shorter, server.arrivals, count=QUICK_REQUESTS
-    )
+    return Server(server.step_times, server.settings, shorter, server.arrivals, count=server.count)
 
 
 def _easier_slos(

@@ -41,7 +41,7 @@ def measure(load: LoadPlan) -> Level:
             progress.say(f"  note: {note}")
         rows, ended = generator.level(
             load,
-            on_tick=lambda rows: progress.tick(f"{load.load_in_words}: {rows.count} answers"),
+            on_tick=lambda rows: progress.tick(f"{load.load_in_words()}: {rows.count} answers"),
         )
     started = LevelStarted(cell=load.cell, level=load.level, plan=load.plan)
     finished = LevelFinished(

@@ -626,16 +626,10 @@ def _measured_candidate(name: str, capacity: Capacity, watts: float | None) -> C
         low=capacity.confirmed_rate or low,
         rate=capacity.confirmed_rate if rate is None else rate,
         high=high,
-        reason=_why_none(capacity),
+        reason="misses the SLO unloaded" if capacity.is_none else "",
+        notes=(capacity.advice.rstrip("."),) if capacity.is_none and capacity.advice else (),
         watts=watts,
     )
-
-
-def _why_none(capacity: Capacity) -> str:
-    """Return that single requests miss the SLO, and with what they would meet it; "": they do."""
-    if not capacity.is_none:
-        return ""
-    return ". ".join(filter(None, ("misses the SLO unloaded", capacity.advice.rstrip("."))))
 
 
 def _has_measured_requests(cell: CellData, question: Question) -> bool:
