@@ -38,7 +38,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
     measured_reuse,
     measured_template_tokens,
 )
-from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.capacity.sharper_slo import advice, what_single_requests_meet
 from crossover.loadtests.capacity.unloaded_check import requests_to_check
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.levels.disturbance import disturbance_in_words
@@ -139,7 +139,15 @@ class CellRun:
         the interval wide or there is no capacity, advice about another SLO."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.server is None:
-            return capacity
+            if not capacity.is_none:
+                return capacity
+            single_streams = [
+                level.undisturbed
+                for level in self.state.counted_levels
+                if level.is_single_stream and level.counts
+            ]
+            words = what_single_requests_meet(single_streams, self.slo)
+            return msgspec.structs.replace(capacity, advice=words)
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),

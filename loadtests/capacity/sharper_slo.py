@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from crossover.loadtests.capacity.capacity_text import common_unit_rate
+from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.serving.capacity.simulated_capacity import (
@@ -37,6 +38,7 @@ TARGETS = (0.95, 0.9, 0.8)
 LIMIT_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 MAX_ALTERNATIVES = 2
 MORE_FACTORS = (6.0, 10.0)  # of a limit that no request meets
+MOST_FACTORS = (20.0, 40.0)  # where nothing has to be simulated
 SHORTER_PROMPTS = {1 / 2: "half as long", 1 / 4: "a quarter as long", 1 / 8: "an eighth as long"}
 
 
@@ -116,6 +118,23 @@ def what_gives_a_capacity(server: Server, slo: Slo) -> str:
     )
     alternatives_words = " or ".join(filter(None, (", ".join(first), last)))
     return f"There would be a capacity with {alternatives_words}."
+
+
+def what_single_requests_meet(levels: Sequence[Level], slo: Slo) -> str:
+    """Return a sentence with the nearest SLOs that these levels of single requests would have met,
+    where no step times are known; "": there is none among the alternatives."""
+    factors = (*LIMIT_FACTORS, *MORE_FACTORS, *MOST_FACTORS)
+    due = sum(level.judge(slo).due for level in levels)
+    found: list[str] = []
+    for alternatives in _easier_slos(slo, factors):
+        for key, value, easier_slo in alternatives:
+            good = sum(level.judge(easier_slo).good for level in levels)
+            if due and good >= easier_slo.target * due:
+                found.append(f"slo.{key} = {value}")
+                break
+    if not found:
+        return ""
+    return f"Single requests would meet the SLO with {' or '.join(found[:MAX_ALTERNATIVES])}."
 
 
 def _with_shorter_prompts(server: Server, factor: float) -> Server:
