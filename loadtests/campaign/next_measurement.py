@@ -62,6 +62,7 @@ MAX_DISTURBED = (
     2  # levels at one rate that missed the SLO while disturbed: the first and its repeat
 )
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
+LEAST_CALIBRATION_STEPS = 100  # decode steps of the shortest bursts
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 MAX_SESSION_WARMUP_SECONDS = 300.0  # for conversations
 NARROW = 1.25  # factor between the highest rate that met the SLO and the lowest that missed it
@@ -255,15 +256,15 @@ def _verify_unloaded(
     progress: CellProgress, single_stream: LevelPlan
 ) -> LevelPlan | Calibrate | RestartServer | StopMeasuring:
     """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
-    second level if it cannot be restarted. Then comes a calibration, by which it can be said with
-    which SLO there would be a capacity."""
+    second level if it cannot be restarted. A calibration, by which it can be said with which SLO
+    there would be a capacity, comes after the second start, or before the second level."""
     start = progress.server_start
     if start is None:
+        if (calibrate := _calibrate_for_advice(progress)) is not None:
+            return calibrate
         if len(progress.single_streams) < 2 and progress.left_seconds > 0:
             return single_stream
-        return _calibrate_for_advice(progress) or StopMeasuring(
-            "the SLO is missed even without load"
-        )
+        return StopMeasuring("the SLO is missed even without load")
     if progress.capacity.starts >= 2:
         return _calibrate_for_advice(progress) or StopMeasuring(
             "the SLO is missed even without load, on two starts"
@@ -275,10 +276,13 @@ def _verify_unloaded(
 
 def _calibrate_for_advice(progress: CellProgress) -> Calibrate | None:
     """Return a calibration if there is time for it; None: there is not, or it has been done."""
-    seconds = min(CALIBRATION_SECONDS, progress.left_seconds)
     if progress.is_calibrated or not progress.has_latency_limit:
         return None
-    return Calibrate(seconds) if seconds >= MIN_CALIBRATION_SECONDS else None
+    tpot = [level.mean(level.tpot) or 0.0 for level in progress.single_streams]
+    least_seconds = max(MIN_CALIBRATION_SECONDS, LEAST_CALIBRATION_STEPS * max(tpot))
+    if progress.left_seconds < least_seconds:
+        return None
+    return Calibrate(min(CALIBRATION_SECONDS, progress.left_seconds))
 
 
 def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:

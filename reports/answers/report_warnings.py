@@ -56,16 +56,16 @@ def alerts_of(data: ReportData) -> list[str]:
         for reason, name in names_by_reason.items()
     ]
     for cell in data.cells:
-        capacity = cell.capacity
-        if capacity is not None and (words := disturbance_words(capacity, cell.unit_rate)):
-            alerts.append(f"{_name(cell, data)}: {words}")
-    for cell in data.cells:
         if cell.capacity is not None and (cell.capacity.speed_moved or 0) > MIN_ALERT_SHARE:
             alerts.append(f"{_name(cell, data)}: {speed_words(cell.capacity)}.")
     without_capacity = [cell for cell in _interrupted_cells(data) if cell.capacity is None]
     if without_capacity:
         missing = _listed_configurations(without_capacity, data)
         alerts.append(f"The run is not complete. It has no capacity of {missing}.")
+    for cell in data.cells:
+        capacity = cell.capacity
+        if capacity is not None and (words := disturbance_words(capacity, cell.unit_rate)):
+            alerts.append(f"{_name(cell, data)}: {words}")
     return alerts[:MAX_ALERTS]
 
 

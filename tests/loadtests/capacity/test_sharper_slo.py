@@ -92,7 +92,7 @@ def test_where_no_rate_meets_the_slo_one_is_named_under_which_some_do(rate: floa
     text = advice(found_of(STRICT, estimated_rate=rate, low=rate, high=rate), slow, LONG, STRICT)
     assert "There would be a capacity with slo." in text
     named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
-    assert len(named) == 2
+    assert named
     for key, value in named:
         easier = msgspec.structs.replace(STRICT, **{key: float(value)})
         assert slow.capacity(LONG, easier, 500).rate > 0
