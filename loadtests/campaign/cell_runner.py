@@ -185,7 +185,7 @@ class CellRun:
         state, before = self.state, capacity_of(self.state)
         # By the step times, the undisturbed machine misses the SLO at such a rate too.
         is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
-        number = str(len(state.counted_levels) + 1)
+        number = "check" if plan.is_unloaded_check else str(len(state.counted_levels) + 1)
         level = self._attempt(plan, number, counts_disturbed=is_missed_anyway)
         capacity = capacity_of(state)
         unit_rate = self._keep_unit(capacity)
