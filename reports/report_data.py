@@ -172,6 +172,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     device: str | None  # "cpu" or "gpu", which served; None: not known, as for an endpoint
     engine: str = ""  # name of another project's engine; "": one of our backends served
     slots: int | None = None
+    engines: int = 1  # that serve from one queue, each with these slots
     cores: int | None = None  # of the engine, if the campaign measured several numbers of cores
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
@@ -542,6 +543,7 @@ def _cell_of(
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or (slots_choice and slots_choice.slots) or entry.get("slots"),
+        engines=info.engines or 1,
         cores=cores if isinstance(cores, int) else None,
         state=state,
         reason=reason,

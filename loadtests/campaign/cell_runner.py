@@ -249,7 +249,8 @@ class CellRun:
         single_streams = [
             level.undisturbed for level in state.counted_levels if level.is_single_stream
         ]
-        slots = self.bench.slots if policy is None else policy.slots
+        # Of all engines, so that a burst fills the slots of each.
+        slots = self.bench.slots if policy is None else policy.slots * policy.engines
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
         calibration = calibrate(send, workload, slots, seconds, single_streams, experts)

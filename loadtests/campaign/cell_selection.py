@@ -31,6 +31,7 @@ from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.backends.backend_table import BACKENDS, missing_backends
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import ServingError
+from crossover.serving.hardware.cpu_topology import divide_among
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from crossover.serving.placement.engines import Engine, Obstacles, Wanted
 from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend
@@ -143,6 +144,12 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
         raise BadCampaign(f"server.cores: {problem}") from problem
 
 
+def engine_threads(cell: Cell, campaign: Campaign, layout: Layout) -> int:
+    """Return the threads of each engine of a cell's server."""
+    engines = campaign.server.settings_on(cell.device).engines or 1
+    return campaign.server.threads or max(1, layout.engine_threads // engines)
+
+
 # The number of slots.
 
 
@@ -214,8 +221,8 @@ def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
     wanted = Wanted(Policy.cpu_only, formats=tuple(campaign.formats))
     return EngineQuestion(
         request=_placement_request(campaign, model, wanted),
-        threads=server.threads or layout.engine_threads,
-        cores=layout.engine,
+        threads=engine_threads(cell, campaign, layout),
+        cores=divide_among(server.engines or 1, layout.engine)[0],
         are_threads_open=server.threads is None,
         may_measure_reference=True,
         workload=campaign.workload,

@@ -160,7 +160,9 @@ class Service(msgspec.Struct, frozen=True):
         if self.machine.is_served_by_vllm:
             logits = VLLM_LOGIT_BYTES * self.machine.slots * self.spec.vocabulary
             return (content + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
-        return content + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+        engine_bytes = content + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+        engines = 1 if self.machine.policy is None else self.machine.policy.engines
+        return engine_bytes * engines
 
     def policy(self) -> SchedulerSettings:
         """Return the machine's settings, or those with the KV cache and the slots that fit its

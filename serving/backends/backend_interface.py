@@ -108,6 +108,11 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
         cache += self.prompt_cache_bytes
         return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
 
+    def of_engines(self, engines: int) -> EngineMemory:
+        """Return the memory of so many engines, of which each has its own weights."""
+        sizes = msgspec.structs.asdict(self)
+        return EngineMemory(**{name: size_bytes * engines for name, size_bytes in sizes.items()})
+
     @property
     def in_words(self) -> str:
         """The parts as text: "weights 1.2 GB + KV 0.4 GB + ..."."""

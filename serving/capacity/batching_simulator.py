@@ -17,6 +17,10 @@ each prompt gets the slot that the engine's own rule gives it (serving/capacity/
 An engine with a prompt cache stores and restores sequences by the same rule; each copy holds up the
 engine's next step.
 
+Several engines may serve from one queue (`settings.engines`): `SharedQueue` gives each request to
+the engine with the most free slots, or the next turn of a conversation to the engine that served
+the one before it if that has a free slot. This is the rule of serving/supervisor.
+
 The simulation advances from event to event, not from token to token: steps that only decode are
 summed in closed form up to the next arrival or the next request's end.
 """
@@ -24,6 +28,7 @@ summed in closed form up to the next arrival or the next request's end.
 from __future__ import annotations
 
 import bisect
+import copy
 import heapq
 import math
 import sys
@@ -133,11 +138,37 @@ def simulate(
     requests belong to. With them, only the due times of first turns are read, which must ascend
     from session to session, and the reuse of prefixes is simulated.
     """
-    simulation = Simulation(
+    simulation = simulation_of(
         step_times, settings, due, prompt_tokens, output_tokens, cached_tokens, turns=turns
     )
     simulation.play()
     return simulation.results()
+
+
+def simulation_of(
+    step_times: StepTimeModel,
+    settings: SchedulerSettings,
+    due: Numbers,
+    prompt_tokens: Numbers,
+    output_tokens: Numbers,
+    cached_tokens: Numbers | None = None,
+    *,
+    turns: Turns | None = None,
+    reasoning_share: float = 0.0,
+) -> Simulation | SharedQueue:
+    """Return the simulation of the engines of these settings, of which nothing is played yet. The
+    arguments are those of `Simulation`."""
+    simulation = Simulation(
+        step_times,
+        settings,
+        due,
+        prompt_tokens,
+        output_tokens,
+        cached_tokens,
+        turns=turns,
+        reasoning_share=reasoning_share,
+    )
+    return simulation if settings.engines == 1 else SharedQueue(simulation, turns)
 
 
 class _Work:
@@ -271,6 +302,10 @@ class Simulation:
         ]
         # Think time before the next request, if that is the next turn of the same session.
         self.think_seconds: list[float | None] = [None] * count
+        # Where the next turns of conversations arrive, and until when the engine may decode at most
+        # before it looks for arrivals again. Both are its own arrivals if it is the only engine.
+        self.next_arrivals = self.arrivals
+        self.until_seconds = math.inf
         self.slots: SimulatedSlots | None = None  # None: nothing is reused
         self.is_checkpointed = turns is not None and turns.reuse == "checkpoints"
         if turns is not None:
@@ -295,43 +330,51 @@ class Simulation:
         timed_requests = set(np.flatnonzero(is_timed).tolist())
         self.arrivals = [arrival for arrival in self.arrivals if arrival[1] in timed_requests]
         heapq.heapify(self.arrivals)
+        self.next_arrivals = self.arrivals
         think_seconds = turns.think_seconds.tolist()
         for request in np.flatnonzero(np.diff(turns.session) == 0).tolist():
             self.think_seconds[request] = think_seconds[request + 1]
+        self.fill_slots(turns, turns.ended)
+
+    def fill_slots(self, turns: Turns, ended: Sequence[int]) -> None:
+        """Fill the slots, if they are reused, with the KV of turns that ended before the start."""
         if turns.reuse == "none":
             return
         self.slots = SimulatedSlots(turns, self.settings.slots, self.settings.stored_tokens)
-        for request in turns.ended[: -self.settings.slots]:
+        for request in ended[: -self.settings.slots]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             self.slots.store(request, tokens)
         self.slots.copied_tokens = 0  # these were copied before the start
-        for request in turns.ended[-self.settings.slots :]:
+        for request in ended[-self.settings.slots :]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             if self.slots.idle_tokens + tokens <= self.pool_tokens:
                 self.slots.hold(request, tokens)
 
     def play(self, until_ended: float = math.inf) -> None:
-        """Run the engine until so many requests have ended, or all.
+        """Run the engine until so many requests have ended, or all."""
+        while self.ended < until_ended and self.advance():
+            pass
 
-        Each turn of the loop is one step with prompts, or as many decode steps as pass until
-        something else can happen.
-        """
+    def advance(self) -> bool:
+        """Run one step with prompts, or as many decode steps as pass until something else can
+        happen; or wait for the next arrival. Return False if nothing is left to do."""
         arrivals, prefilling, decoding = self.arrivals, self.prefilling, self.decoding
-        slots = self.settings.slots
-        while self.ended < until_ended:
-            has_arrival = arrivals and arrivals[0][0] <= self.now
-            if self.preempted or (has_arrival and len(decoding) + len(prefilling) < slots):
-                self.admit()
-            if prefilling:
-                self.run_prefill_step()
-            elif decoding:
-                self.run_decode_steps()
-            elif arrivals:
-                self.now = max(self.now, arrivals[0][0])
-            else:
-                return
-            while decoding and decoding[0][0] <= self.step:
-                self.end(heapq.heappop(decoding)[1])
+        has_arrival = arrivals and arrivals[0][0] <= self.now
+        if self.preempted or (
+            has_arrival and len(decoding) + len(prefilling) < self.settings.slots
+        ):
+            self.admit()
+        if prefilling:
+            self.run_prefill_step()
+        elif decoding:
+            self.run_decode_steps()
+        elif arrivals:
+            self.now = max(self.now, arrivals[0][0])
+        else:
+            return False
+        while decoding and decoding[0][0] <= self.step:
+            self.end(heapq.heappop(decoding)[1])
+        return True
 
     def results(self) -> Simulated:
         """Return the requests. Those that have not ended have infinite times."""
@@ -340,7 +383,7 @@ class Simulation:
         return msgspec.structs.replace(
             times,
             waited_for_slot=self.work.waited_for_slot(
-                times.due, last_token_at, self.settings.slots
+                times.due, last_token_at, self.settings.slots * self.settings.engines
             ),
             waited_for_kv=self.work.waited_for_kv(times.due),
             work=self.work.summed(),
@@ -418,8 +461,10 @@ class Simulation:
         first_seconds = self.decode_seconds[rows] + self.context_seconds * context_tokens
         growth = self.context_seconds * rows / 2
         seconds = steps * (first_seconds + growth * (steps - 1))
-        if arrivals and rows < self.settings.slots and not self.preempted:
-            next_arrival = arrivals[0][0]
+        if rows < self.settings.slots and not self.preempted:
+            next_arrival = self.until_seconds
+            if arrivals:
+                next_arrival = min(next_arrival, arrivals[0][0])
             if now < next_arrival <= now + seconds:
                 steps = _steps_until(next_arrival - now, first_seconds, growth, steps)
                 seconds = steps * (first_seconds + growth * (steps - 1))
@@ -521,7 +566,7 @@ class Simulation:
         think_seconds = self.think_seconds[request]
         if think_seconds is not None:
             self.due[request + 1] = self.now + think_seconds
-            heapq.heappush(self.arrivals, (self.now + think_seconds, request + 1))
+            heapq.heappush(self.next_arrivals, (self.now + think_seconds, request + 1))
 
     @property
     def occupied_tokens(self) -> int:
@@ -626,6 +671,108 @@ def _steps_until(seconds: float, first_seconds: float, growth: float, max_steps:
     else:
         steps = seconds / first_seconds if first_seconds > 0 else max_steps
     return min(max(1, math.ceil(steps)), max_steps)
+
+
+class SharedQueue:
+    """Equal engines that serve from one queue, on a simulated clock. It is played as a Simulation.
+
+    The engines share everything that is known of requests. Each has a clock of its own, and the one
+    that is the furthest behind takes the next step. Before that, all requests that are due by then
+    are given to engines with free slots.
+    """
+
+    def __init__(self, first: Simulation, turns: Turns | None) -> None:
+        """`first`: the simulation of one engine, of which nothing is played yet."""
+        self.queue = first.arrivals
+        self.due = first.due
+        self.results = first.results
+        self.times = first.times
+        self.turns = turns
+        count = first.settings.engines
+        self.engines = [first, *(copy.copy(first) for _ in range(count - 1))]
+        self.session: list[int] = [] if turns is None else turns.session.tolist()
+        self.engine_of_session: dict[int, int] = {}
+        # By engine: its slots in use until the end of the step that it took last.
+        self.used_in_step = [0] * count
+        for number, engine in enumerate(self.engines):
+            engine.arrivals, engine.next_arrivals = [], self.queue
+            engine.prefilling, engine.decoding, engine.preempted = [], [], []
+            if turns is not None:
+                ended = turns.ended[number::count]
+                engine.fill_slots(turns, ended)
+                for request in ended:
+                    self.engine_of_session[self.session[request]] = number
+
+    @property
+    def ended(self) -> int:
+        """Return the number of requests that have ended."""
+        return sum(engine.ended for engine in self.engines)
+
+    def play(self, until_ended: float = math.inf) -> None:
+        """Run the engines until so many requests have ended, or all."""
+        queue, engines = self.queue, self.engines
+        while self.ended < until_ended:
+            numbers = [number for number, engine in enumerate(engines) if self._has_work(engine)]
+            behind = min(numbers, key=lambda number: engines[number].now, default=None)
+            if queue and (behind is None or queue[0][0] <= engines[behind].now):
+                due, request = queue[0]
+                chosen = self._engine_for(request, due)
+                if chosen is None:  # it waits until a step ends
+                    ends = (engine.now for engine in engines if engine.now > due)
+                    chosen = self._engine_for(request, min(ends, default=due))
+                if chosen is not None:
+                    heapq.heappush(engines[chosen].arrivals, heapq.heappop(queue))
+                    self.used_in_step[chosen] += 1
+                    continue
+            if behind is None:
+                return
+            engine = engines[behind]
+            engine.until_seconds = math.inf
+            if queue and queue[0][0] > engine.now:
+                engine.until_seconds = queue[0][0]
+            if self.turns is not None:  # another engine may end a turn, and its user comes again
+                others = (engines[other] for other in numbers if other != behind)
+                next_end = min(map(_earliest_end, others), default=math.inf)
+                just_after_now = math.nextafter(engine.now, math.inf)
+                engine.until_seconds = min(engine.until_seconds, max(next_end, just_after_now))
+            self.used_in_step[behind] = self._used(engine)
+            engine.advance()
+
+    def _engine_for(self, request: int, at: float) -> int | None:
+        """Return which engine gets a request at this time; None: no slot is free."""
+        free_slots = []
+        for number, engine in enumerate(self.engines):
+            used = self.used_in_step[number] if engine.now > at else self._used(engine)
+            free_slots.append(engine.settings.slots - used)
+        chosen = free_slots.index(max(free_slots))
+        if not free_slots[chosen]:
+            return None
+        if self.turns is not None:
+            session = self.session[request]
+            last = self.engine_of_session.get(session)
+            if last is not None and free_slots[last]:
+                chosen = last
+            self.engine_of_session[session] = chosen
+        return chosen
+
+    @staticmethod
+    def _used(engine: Simulation) -> int:
+        """Return the slots of an engine that are in use or promised to a request."""
+        running = len(engine.prefilling) + len(engine.decoding)
+        return running + len(engine.arrivals) + len(engine.preempted)
+
+    @classmethod
+    def _has_work(cls, engine: Simulation) -> bool:
+        return cls._used(engine) > 0
+
+
+def _earliest_end(engine: Simulation) -> float:
+    """Return a time before which no request of an engine ends that is in the middle of its work."""
+    if engine.prefilling or engine.arrivals or engine.preempted or not engine.decoding:
+        return engine.now
+    steps = engine.decoding[0][0] - engine.step
+    context_seconds = engine.context_seconds * engine.context_tokens
+    return engine.now + steps * (engine.decode_seconds[len(engine.decoding)] + context_seconds)
 
 
 class _Prefix(NamedTuple):
