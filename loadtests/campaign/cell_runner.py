@@ -31,7 +31,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.capacity.calibration_bursts import calibrate, request_seconds
-from crossover.loadtests.capacity.capacity_estimate import estimate
+from crossover.loadtests.capacity.capacity_estimate import estimate, server_under_load
 from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
@@ -454,7 +454,7 @@ def with_less_reuse(
         return capacity
     if not capacity.estimated_rate or capacity.method != "step_times":
         return capacity
-    loaded = server.slower(capacity.factor or LOADED)
+    loaded = server_under_load(server, capacity)
     own = loaded.capacity(demand, slo, QUICK_REQUESTS)
     if not own.rate:
         return capacity

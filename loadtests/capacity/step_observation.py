@@ -19,6 +19,7 @@ tokens, or a proxy collects them, steps cannot be observed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,6 +50,9 @@ MIN_STEPS = 50  # fewer say little about the factor of a level
 MIN_COVERED_SHARE = 0.35
 TPOT_FACTORS = (0.4, 2.5)  # range in which the factor is searched by TPOT
 PART_SECONDS = 30.0  # of a level; parts are compared, to see whether the machine's speed changed
+# Of the ratio of what prompts and decode rows take: steps with prompts as which the calibration
+# counts, and the largest logarithm.
+SURE_PROMPT_STEPS, MAX_LOG_RATIO = 20.0, 0.5
 # The speed changed if the factors of two parts differ by more than this. In 40 recorded levels of
 # undisturbed machines they differed by at most 1.35, or 1.28 if there were 6 to 8 parts; the
 # step-time model's own error makes up to 1.12.
@@ -223,6 +227,62 @@ def level_factor(
         measured_seconds = sum(step.seconds for step in steps)
         return measured_seconds / max(sum(map(step_times.of, steps)), 1e-12)
     return _factor_by_tpot(step_times, level, settings)
+
+
+class PromptBalance(NamedTuple):
+    """How the steps of load levels divide their time between prompts and decode rows, beside what
+    the step-time model says."""
+
+    ratio: float = (
+        1.0  # how many times as long prompts took, if decode rows took as long as it says
+    )
+    # By how much all of these steps take longer by the model than with that ratio.
+    total: float = 1.0
+
+
+def prompt_balance(
+    step_times: StepTimeModel, levels: Sequence[Level], settings: SchedulerSettings
+) -> PromptBalance:
+    """Return how the steps of levels divide their time between prompts and decode rows.
+
+    Two factors are fitted to the steps by weighted least squares, one for each. The logarithm of
+    their ratio counts as n / (n + SURE_PROMPT_STEPS) with n steps with prompts.
+    """
+    sums = np.sum([_balance_sums(step_times, level, settings) for level in levels], axis=0)
+    prompt_steps, decode_seconds, prompt_seconds = sums[:3]
+    normal, measured = sums[3:7].reshape(2, 2), sums[7:]
+    if np.linalg.matrix_rank(normal) < 2:
+        return PromptBalance()
+    decode_factor, prompt_factor = np.linalg.solve(normal, measured)
+    if decode_factor <= 0 or prompt_factor <= 0:
+        return PromptBalance()
+    log_ratio = math.log(prompt_factor / decode_factor)
+    log_ratio *= prompt_steps / (prompt_steps + SURE_PROMPT_STEPS)
+    ratio = math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO)))
+    seconds = decode_seconds + prompt_seconds
+    return PromptBalance(ratio, seconds / (decode_seconds + ratio * prompt_seconds))
+
+
+# The same levels are looked at again after each later one.
+@functools.lru_cache(maxsize=64)
+def _balance_sums(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> Array:
+    """Return what the steps of a level add to the least squares [9]: steps with prompts, the
+    model's seconds of decode rows and of prompts, the normal equations [4] and their right side
+    [2].
+    """
+    steps, covered_share = _steps_to_compare(step_times, level, settings)
+    if covered_share < MIN_COVERED_SHARE:
+        return np.zeros(9)
+    without_prompts = step_times.with_prompts(0.0)
+    decode = np.array([without_prompts.of(step) for step in steps])
+    prompts = np.array([step_times.of(step) for step in steps]) - decode
+    terms = np.stack([decode, prompts])  # [2, steps]
+    weighted = terms / np.maximum(terms.sum(axis=0), 1e-12)
+    seconds = np.array([step.seconds for step in steps])
+    prompt_steps = sum(step.prompt_tokens > 0 for step in steps)
+    return np.concatenate(
+        [[prompt_steps], terms.sum(axis=1), (weighted @ terms.T).ravel(), weighted @ seconds]
+    )
 
 
 def two_speeds(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> list[float]:
