@@ -31,9 +31,8 @@ import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.step_observation import (
-    PromptBalance,
     level_factor,
-    prompt_balance,
+    prompt_ratio,
     two_speeds,
 )
 from crossover.loadtests.levels.level_columns import Judged, Level
@@ -309,12 +308,9 @@ def _by_step_times(
     """Return the simulated capacity and its interval. Prompts are weighed against decode rows as in
     the levels, and then all step times are scaled by one factor, which the levels near that
     capacity give."""
-    balance = PromptBalance()
-    if loaded:
-        levels = [one.level for one in loaded]
-        balance = prompt_balance(server.step_times, levels, server.settings)
-        server = server.with_prompts(balance.ratio)
-    calibrated_factor = LOADED * balance.total
+    levels = [one.level for one in loaded]
+    ratio = prompt_ratio(server.step_times, levels, server.settings) if levels else 1.0
+    server = server.with_prompts(ratio)
     step_times, settings = server.step_times, server.settings
     level_factors: list[tuple[float, float]] = []
     speed_factors: list[float] = []
@@ -329,7 +325,7 @@ def _by_step_times(
         """Return the capacity by fewer requests, which is compared with others like it only."""
         return server.slower(factor).capacity(demand, slo, QUICK_REQUESTS).rate
 
-    factor = calibrated_factor
+    factor = LOADED
     levels_worth = 0.0  # the number of levels that `factor` is worth
     near_factors: list[float] = []
     # Whatever the step-time model says, the capacity is not far above a rate whose SLO attainment
@@ -344,11 +340,11 @@ def _by_step_times(
         if not now_near or now_near == near_factors:
             break
         near_factors = now_near
-        factor, levels_worth = common_factor(near_factors, calibrated_factor)
+        factor, levels_worth = common_factor(near_factors)
     # If the machine's speed changed, the interval covers both speeds.
     factors = [factor, *near_factors, *speed_factors]
     if levels_worth == len(near_factors):  # the calibration was at another speed
-        factors.append(calibrated_factor)
+        factors.append(LOADED)
     speed_change = max(factors) / min(factors) - 1
     if speed_change <= MOVED:
         factors = [factor]
@@ -374,7 +370,7 @@ def _by_step_times(
         method="step_times",
         steepness=simulated.steepness,
         factor=factor if near_factors else None,
-        prompt_ratio=balance.ratio,
+        prompt_ratio=ratio,
         users=simulated.users,
         speed_moved=speed_change if speed_change > MOVED else None,
     )

@@ -50,8 +50,8 @@ MIN_STEPS = 50  # fewer say little about the factor of a level
 MIN_COVERED_SHARE = 0.35
 TPOT_FACTORS = (0.4, 2.5)  # range in which the factor is searched by TPOT
 PART_SECONDS = 30.0  # of a level; parts are compared, to see whether the machine's speed changed
-# Of the ratio of what prompts and decode rows take: steps with prompts as which the calibration
-# counts, and the largest logarithm.
+# Of what prompts take beside decode rows: as how many steps with prompts the calibration counts,
+# and the largest logarithm of the ratio.
 SURE_PROMPT_STEPS, MAX_LOG_RATIO = 20.0, 0.5
 # The speed changed if the factors of two parts differ by more than this. In 40 recorded levels of
 # undisturbed machines they differed by at most 1.35, or 1.28 if there were 6 to 8 parts; the
@@ -229,60 +229,43 @@ def level_factor(
     return _factor_by_tpot(step_times, level, settings)
 
 
-class PromptBalance(NamedTuple):
-    """How the steps of load levels divide their time between prompts and decode rows, beside what
-    the step-time model says."""
-
-    ratio: float = (
-        1.0  # how many times as long prompts took, if decode rows took as long as it says
-    )
-    # By how much all of these steps take longer by the model than with that ratio.
-    total: float = 1.0
-
-
-def prompt_balance(
+def prompt_ratio(
     step_times: StepTimeModel, levels: Sequence[Level], settings: SchedulerSettings
-) -> PromptBalance:
-    """Return how the steps of levels divide their time between prompts and decode rows.
+) -> float:
+    """Return how many times as long prompts took in levels as the step-time model says, beside
+    decode rows.
 
-    Two factors are fitted to the steps by weighted least squares, one for each. The logarithm of
-    their ratio counts as n / (n + SURE_PROMPT_STEPS) with n steps with prompts.
+    Two factors are fitted to the steps by weighted least squares, one for prompts and one for the
+    rest of a step. The logarithm of their ratio counts as n / (n + SURE_PROMPT_STEPS) if n steps
+    had prompts. 1.0: the levels do not tell.
     """
-    sums = np.sum([_balance_sums(step_times, level, settings) for level in levels], axis=0)
-    prompt_steps, decode_seconds, prompt_seconds = sums[:3]
-    normal, measured = sums[3:7].reshape(2, 2), sums[7:]
+    sums = np.sum([_ratio_sums(step_times, level, settings) for level in levels], axis=0)
+    prompt_steps, normal, measured = float(sums[0]), sums[1:5].reshape(2, 2), sums[5:]
     if np.linalg.matrix_rank(normal) < 2:
-        return PromptBalance()
-    decode_factor, prompt_factor = np.linalg.solve(normal, measured)
-    if decode_factor <= 0 or prompt_factor <= 0:
-        return PromptBalance()
-    log_ratio = math.log(prompt_factor / decode_factor)
+        return 1.0
+    rest_factor, prompt_factor = np.linalg.solve(normal, measured).tolist()
+    if rest_factor <= 0 or prompt_factor <= 0:
+        return 1.0
+    log_ratio = math.log(prompt_factor / rest_factor)
     log_ratio *= prompt_steps / (prompt_steps + SURE_PROMPT_STEPS)
-    ratio = math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO)))
-    seconds = decode_seconds + prompt_seconds
-    return PromptBalance(ratio, seconds / (decode_seconds + ratio * prompt_seconds))
+    return math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO)))
 
 
 # The same levels are looked at again after each later one.
 @functools.lru_cache(maxsize=64)
-def _balance_sums(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> Array:
-    """Return what the steps of a level add to the least squares [9]: steps with prompts, the
-    model's seconds of decode rows and of prompts, the normal equations [4] and their right side
-    [2].
-    """
+def _ratio_sums(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> Array:
+    """Return what a level adds to the least squares of `prompt_ratio` [7]: its steps with prompts,
+    the normal equations [4] and their right side [2]."""
     steps, covered_share = _steps_to_compare(step_times, level, settings)
     if covered_share < MIN_COVERED_SHARE:
-        return np.zeros(9)
+        return np.zeros(7)
     without_prompts = step_times.with_prompts(0.0)
-    decode = np.array([without_prompts.of(step) for step in steps])
-    prompts = np.array([step_times.of(step) for step in steps]) - decode
-    terms = np.stack([decode, prompts])  # [2, steps]
+    rest = np.array([without_prompts.of(step) for step in steps])
+    terms = np.stack([rest, [step_times.of(step) for step in steps] - rest])  # [2, steps]
     weighted = terms / np.maximum(terms.sum(axis=0), 1e-12)
     seconds = np.array([step.seconds for step in steps])
     prompt_steps = sum(step.prompt_tokens > 0 for step in steps)
-    return np.concatenate(
-        [[prompt_steps], terms.sum(axis=1), (weighted @ terms.T).ravel(), weighted @ seconds]
-    )
+    return np.concatenate([[prompt_steps], (weighted @ terms.T).ravel(), weighted @ seconds])
 
 
 def two_speeds(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> list[float]:

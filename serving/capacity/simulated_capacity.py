@@ -137,19 +137,17 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     users: float | None = None
 
 
-def common_factor(
-    factors: Sequence[float], calibrated_factor: float = LOADED
-) -> tuple[float, float]:
+def common_factor(factors: Sequence[float]) -> tuple[float, float]:
     """Return the factor of all step times, and the number of levels that it is worth.
 
     `factors`: those of load levels. Their geometric mean is taken together with that of the
-    calibration, which counts as half a level if the levels agree with it, as less if they do not,
-    and not at all if they differ by MOVED: the machine had another speed then.
+    calibration, LOADED, which counts as half a level if the levels agree with it, as less if they
+    do not, and not at all if they differ by MOVED: the machine had another speed then.
     """
-    log_ratios = [math.log(factor / calibrated_factor) for factor in factors]
+    log_ratios = [math.log(factor / LOADED) for factor in factors]
     disagreement = sum(log_ratios) / len(log_ratios) / math.log(1 + MOVED)
     levels = len(log_ratios) + CALIBRATED_AS * max(0.0, 1 - disagreement**2)
-    return calibrated_factor * math.exp(sum(log_ratios) / levels), levels
+    return LOADED * math.exp(sum(log_ratios) / levels), levels
 
 
 def sd_of(levels: float) -> float:

@@ -19,7 +19,6 @@ from crossover.loadtests.capacity.capacity_estimate import (
     server_under_load,
 )
 from crossover.loadtests.capacity.capacity_text import contradiction_words
-from crossover.loadtests.capacity.step_observation import PromptBalance
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.serving.capacity.simulated_capacity import (
@@ -57,7 +56,7 @@ def by_step_times(
             "speed_by_attainment",
             lambda server, slo, levels, factor, sd: (factor, sd),
         )
-        patched.setattr(capacity_estimate, "prompt_balance", lambda *_: PromptBalance())
+        patched.setattr(capacity_estimate, "prompt_ratio", lambda *_: 1.0)
         return estimate(levels, SLO, SERVER, DEMAND)
 
 
@@ -334,8 +333,9 @@ def test_prompts_are_weighed_against_decode_rows_as_in_the_levels(ratio: float) 
     calibrated = ServerModel(STEP_TIMES.with_prompts(ratio), POLICY)
     found = estimate([level], SLO, calibrated, DEMAND)
     assert found.prompt_ratio == pytest.approx(1 / ratio, rel=0.1)
-    true_rate = SERVER.capacity(DEMAND, SLO).rate
-    assert found.estimated_rate == pytest.approx(true_rate, rel=0.06)
+    rightly_calibrated = estimate([level], SLO, SERVER, DEMAND)
+    assert rightly_calibrated.prompt_ratio == pytest.approx(1.0, rel=0.01)
+    assert found.estimated_rate == pytest.approx(rightly_calibrated.estimated_rate, rel=0.05)
     under_load = server_under_load(calibrated, found).capacity(DEMAND, SLO).rate
     assert under_load == pytest.approx(found.estimated_rate)
 
