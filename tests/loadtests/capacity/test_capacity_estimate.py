@@ -337,7 +337,7 @@ def test_prompts_are_weighed_against_decode_rows_as_in_the_levels(ratio: float) 
     assert rightly_calibrated.prompt_ratio == pytest.approx(1.0, rel=0.01)
     assert found.estimated_rate == pytest.approx(rightly_calibrated.estimated_rate, rel=0.05)
     under_load = server_under_load(calibrated, found).capacity(DEMAND, SLO).rate
-    assert under_load == pytest.approx(found.estimated_rate)
+    assert under_load == pytest.approx(found.estimated_rate, rel=0.01)
 
 
 def test_a_level_that_missed_limits_speaks_against_steps_by_which_it_would_have_met_them() -> None:
