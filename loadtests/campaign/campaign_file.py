@@ -32,7 +32,7 @@ from msgspec import Meta
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
 from crossover.loadtests.errors import BadCampaign, LoadError
 from crossover.loadtests.load_generator.endpoint_access import literal_faults, variables_of
-from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.loadtests.load_generator.target import Target, check_target
 from crossover.models.errors import UnsupportedModel, printable
 from crossover.models.identity.identify_model import (
     ModelIdentity,

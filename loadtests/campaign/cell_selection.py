@@ -161,10 +161,9 @@ def are_slots_open(cell: Cell, campaign: Campaign) -> bool:
 
 
 def slots_at_start(cell: Cell, campaign: Campaign) -> int | None:
-    """Return the slots to start the server of a cell with; None: those that its memory has room
-    for."""
+    """Return the slots to start the server of a cell with; None: those that `serve` chooses."""
     if are_slots_open(cell, campaign):
-        return cell.slots or DEFAULT_SETTINGS["cpu"].slots
+        return cell.slots
     return campaign.server.settings_on(cell.device).slots
 
 

@@ -33,7 +33,7 @@ from crossover.loadtests.host.cpu_pinning import Layout
 from crossover.loadtests.host.resource_sampler import engine_pids, family
 from crossover.loadtests.load_generator.endpoint_details import EndpointDetails, ask_details
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify

@@ -3,8 +3,9 @@
     capacity = estimate(levels, slo, server, demand)
     capacity.state, capacity.confirmed_rate, capacity.estimated_rate, capacity.low, capacity.high
 
-With a step-time model, the capacity is simulated (*estimated*). All step times are multiplied by
-one factor: how much longer the steps of the levels near the capacity took than the model says. The
+With a step-time model, the capacity is simulated (*estimated*). Prompts are weighed against decode
+rows as the steps of the levels show it. Then all step times are multiplied by one factor: how much
+longer the steps of the levels near the capacity took than the model says. The
 calibration counts as up to half a level in it, since its errors are independent of theirs. The SLO
 attainment of the levels moves the factor further (attainment_evidence.py). The 90 % interval has
 the capacities at factor x exp(+-1.645 sd), where `sd` is the standard deviation of the logarithm of
@@ -29,7 +30,11 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
-from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
+from crossover.loadtests.capacity.step_observation import (
+    level_factor,
+    prompt_ratio,
+    two_speeds,
+)
 from crossover.loadtests.levels.level_columns import Judged, Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
@@ -289,11 +294,23 @@ def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: in
     return f"{missed} of {due} single-stream requests missed the SLO, on {where}"
 
 
+def server_under_load(server: ServerModel, capacity: Capacity | None) -> ServerModel:
+    """Return a calibrated server with step times as load levels showed them; None: there is no
+    capacity of it yet."""
+    if capacity is None:
+        return server.slower(LOADED)
+    return server.with_prompts(capacity.prompt_ratio).slower(capacity.factor or LOADED)
+
+
 def _by_step_times(
     server: ServerModel, demand: Demand, slo: Slo, loaded: Sequence[JudgedLevel]
 ) -> Capacity:
-    """Return the simulated capacity and its interval, with all step times scaled by one factor,
-    which the levels near that capacity give."""
+    """Return the simulated capacity and its interval. Prompts are weighed against decode rows as in
+    the levels, and then all step times are scaled by one factor, which the levels near that
+    capacity give."""
+    levels = [one.level for one in loaded]
+    ratio = prompt_ratio(server.step_times, levels, server.settings) if levels else 1.0
+    server = server.with_prompts(ratio)
     step_times, settings = server.step_times, server.settings
     level_factors: list[tuple[float, float]] = []
     speed_factors: list[float] = []
@@ -334,7 +351,6 @@ def _by_step_times(
     slowest, quickest = max(factors) / factor, min(factors) / factor
     sd = sd_of(levels_worth)
     if loaded:
-        levels = [one.level for one in loaded]
         factor, sd = speed_by_attainment(server, slo, levels, factor, sd)
     simulated = server.slower(factor).capacity(demand, slo)
     if simulated.rate <= 0:
@@ -354,6 +370,7 @@ def _by_step_times(
         method="step_times",
         steepness=simulated.steepness,
         factor=factor if near_factors else None,
+        prompt_ratio=ratio,
         users=simulated.users,
         speed_moved=speed_change if speed_change > MOVED else None,
     )
@@ -374,7 +391,7 @@ def _without_other_processes(
         math.exp(math.hypot(math.log(end / found.estimated_rate), taken_log))
         for end in (found.low, found.high)
     ]
-    quiet = server.slower(found.factor or LOADED)
+    quiet = server_under_load(server, found)
     busy = quiet.slower(1 / (1 - min(taken_share, MAX_TAKEN_SHARE)))
     quiet_rate, busy_rate = (
         model.capacity(demand, slo, QUICK_REQUESTS).rate for model in (quiet, busy)

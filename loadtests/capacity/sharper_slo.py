@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from crossover.loadtests.capacity.capacity_estimate import server_under_load
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
 from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, Demand, ServerModel
@@ -47,7 +48,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
     if not found.estimated_rate and not found.is_confirmed:
-        return _slo_with_a_capacity(server.slower(found.factor or 1.0), demand, slo)
+        return _slo_with_a_capacity(server_under_load(server, found), demand, slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
         return ""
@@ -57,7 +58,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
         return ""
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
-    loaded = server.slower(found.factor or 1.0)
+    loaded = server_under_load(server, found)
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):

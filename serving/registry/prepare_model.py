@@ -427,7 +427,6 @@ def engine_question(
         are_threads_open=model.threads is None,
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,
-        prefers_more_slots=True,
     )
 
 

@@ -33,7 +33,7 @@ from crossover.loadtests.capacity.prefix_reuse import cached_share
 from crossover.loadtests.cli.one_level import measure
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.option_help import parse_bytes

@@ -28,7 +28,7 @@ from crossover.loadtests.campaign.resume_state import new_run
 from crossover.loadtests.campaign.server_launch import api_of, filled
 from crossover.loadtests.cli.campaign_command import campaign
 from crossover.loadtests.errors import BadCampaign
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.run_folder import read_run_manifest
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.hardware.machine_facts import hardware_facts
