@@ -617,6 +617,7 @@ class Server:
         # The slots hold the last of them, and the prompt cache those before.
         before = index[ended[: -self.settings.slots]]
         held_tokens = self.lengths.prompt[before] + self.lengths.output[before]
+        held_tokens = held_tokens + self.settings.stored_sequence_tokens
         is_stored = np.cumsum(held_tokens[::-1]) <= self.settings.stored_tokens
         kept_past_turns = ended[-(self.settings.slots + int(is_stored.sum())) :]
         # All other turns before 0 are left out, because there may be very many of them.
