@@ -707,11 +707,12 @@ class SimulatedSlots:
             self._store_slot(slot, 0, session)
             self._restore(session, match)
             reused = match.reusable
+            checkpoint = checkpoints.get(reused)
         else:
             self._store_slot(slot, reused if source == slot else 0)
-            if checkpoint is not None:
-                self._checkpoints.remove(checkpoint)
-                self._checkpoints.append(checkpoint)
+        if checkpoint is not None:
+            self._checkpoints.remove(checkpoint)
+            self._checkpoints.append(checkpoint)
         if self.is_checkpointed:
             longest = max(*common, match.common, match.second)
             self._marks[request] = checkpoint_marks(prompt_tokens, reused, longest)

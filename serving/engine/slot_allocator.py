@@ -164,9 +164,11 @@ class SlotAllocator:
             self._store(slot, self._idle_tokens[slot], reused if source == slot else 0)
             if checkpoint is not None:
                 self._backend.restore(slot, checkpoint.saved, source)
-                self._use(checkpoint)
             elif source != slot:
                 self._copy(source, slot, reused)
+        if checkpoint is not None:  # now the most recently used
+            self._checkpoints.remove(checkpoint)
+            self._checkpoints.append(checkpoint)
         if not self._uses_checkpoints:
             return SlotAllocation(slot, reused)
         marks = checkpoint_marks(len(prompt), reused, max(*common, match.common, match.second))
@@ -210,11 +212,6 @@ class SlotAllocator:
             checkpoints = self._checkpoints_of(tokens[:-1], salt)  # the slot itself holds the whole
             longest = checkpoints[max(checkpoints)].saved if checkpoints else None
             self.prompt_cache.store(slot, tokens, salt, pinned, longest)
-
-    def _use(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint was used, which makes it the last to be dropped."""
-        self._checkpoints.remove(checkpoint)
-        self._checkpoints.append(checkpoint)
 
     @property
     def _idle_lengths(self) -> list[int]:
