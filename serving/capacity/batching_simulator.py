@@ -760,11 +760,20 @@ class SimulatedSlots:
                 return True
         return False
 
-    def store(self, request: int, tokens: int, pinned: int | None = None) -> None:
-        """Store the tokens of a request that loses its slot. `pinned`: a session whose sequence is
-        about to be restored."""
+    def store(
+        self, request: int, tokens: int, kept_tokens: int = 0, pinned: int | None = None
+    ) -> None:
+        """Store the tokens of a request whose slot is overwritten from `kept_tokens` tokens on.
+        `pinned`: a session whose sequence is about to be restored."""
         session = self._session[request]
-        if not self._stored.capacity or not is_worth_storing(tokens, 0) or session == pinned:
+        checkpoints = self._checkpoints_of(request, tokens - 1) if self.is_checkpointed else {}
+        longest = max(checkpoints, default=0)
+        if longest > kept_tokens:  # it was for the next turn in this slot
+            self._checkpoints.remove(checkpoints[longest])
+            self._checkpoints.insert(0, checkpoints[longest])  # the first to be dropped
+        if not self._stored.capacity or session == pinned:
+            return
+        if not is_worth_storing(tokens, kept_tokens):
             return
         if self._stored_prefix.pop(session, None) is not None:
             self._stored.remove(session)
@@ -774,17 +783,14 @@ class SimulatedSlots:
         if dropped is None:
             return
         self._stored_prefix[session] = _Prefix(request, tokens)
-        # The sequence itself is stored whole.
-        checkpoints = self._checkpoints_of(request, tokens - 1) if self.is_checkpointed else {}
-        self._stored_checkpoint[session] = max(checkpoints, default=0)
+        self._stored_checkpoint[session] = longest
         for other in dropped:
             del self._stored_prefix[other]
 
     def _store_slot(self, slot: int, kept_tokens: int, pinned: int | None = None) -> None:
         """Store what an idle slot holds before a prompt that keeps `kept_tokens` takes it."""
-        tokens = self._idle_tokens[slot]
-        if is_worth_storing(tokens, kept_tokens):
-            self.store(self._owner[slot], tokens, pinned)
+        if tokens := self._idle_tokens[slot]:
+            self.store(self._owner[slot], tokens, kept_tokens, pinned)
 
     def _longest_stored(
         self, request: int, reusable_tokens: int, checkpoints: Iterable[int]

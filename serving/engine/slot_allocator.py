@@ -207,11 +207,16 @@ class SlotAllocator:
         self, slot: int, tokens: Tokens, kept_tokens: int, pinned: StoredSequence | None = None
     ) -> None:
         """Store what a slot holds before it is overwritten from `kept_tokens` tokens on."""
+        salt = self._salts[slot]
+        # One of all tokens would be no more than what the slot itself holds.
+        checkpoints = self._checkpoints_of(tokens[:-1], salt) if self._uses_checkpoints else {}
+        longest = max(checkpoints, default=0)
+        if longest > kept_tokens:  # it was for the next turn in this slot
+            self._checkpoints.remove(checkpoints[longest])
+            self._checkpoints.insert(0, checkpoints[longest])  # the first to be dropped
         if self.prompt_cache is not None and is_worth_storing(len(tokens), kept_tokens):
-            salt = self._salts[slot]
-            checkpoints = self._checkpoints_of(tokens[:-1], salt)  # the slot itself holds the whole
-            longest = checkpoints[max(checkpoints)].saved if checkpoints else None
-            self.prompt_cache.store(slot, tokens, salt, pinned, longest)
+            saved = checkpoints[longest].saved if checkpoints else None
+            self.prompt_cache.store(slot, tokens, salt, pinned, saved)
 
     @property
     def _idle_lengths(self) -> list[int]:

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_a_shared_beginning_serves_with_the_kv_of_a_stored_histo
     scheduler, _ = make_cached(2000, slots=2, options=RECURRENT)
     shared = prompt_of(rng, 100)
     prompts = [[*shared, *prompt_of(rng, 30)] for _ in range(3)]
-    others = [prompt_of(rng, 100) for _ in range(2)]  # they take both slots
+    others = [prompt_of(rng, 20) for _ in range(2)]  # they take both slots
     found = []
     for number, prompt in enumerate([*prompts[:2], *others, prompts[2]]):
         scheduler.add(request(number, prompt, ANSWER_TOKENS))
