@@ -190,14 +190,16 @@ class Service(msgspec.Struct, frozen=True):
         """Return settings in which the prompt cache has as many bytes as with the model that was
         served: it has room for more tokens of a model whose KV cache is smaller."""
         served, own_bytes = self.machine.policy_model, self.spec.kv_bytes_per_token()
-        if served is None or not policy.stored_tokens:
+        if served is None or served == self.spec or not policy.stored_tokens:
             return policy
-        if not own_bytes or self.spec.state_bytes_per_slot:
+        if not own_bytes or not served.kv_bytes_per_token():
             return msgspec.structs.replace(policy, stored_tokens=0)
         ratio = own_bytes / served.kv_bytes_per_token()
+        states_bytes = 2 * self.spec.state_bytes_per_slot  # at its end and in its checkpoint
         return msgspec.structs.replace(
             policy,
             stored_tokens=int(policy.stored_tokens / ratio),
+            stored_sequence_tokens=int(states_bytes / own_bytes),
             copy_token_seconds=policy.copy_token_seconds * ratio,
         )
 

@@ -32,7 +32,7 @@ import copy
 import heapq
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -42,6 +42,8 @@ import numpy.typing as npt
 from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
     StoredMatch,
+    checkpoint_marks,
+    checkpointed_tokens,
     choose_checkpointed_slot,
     choose_slot,
     is_worth_storing,
@@ -340,7 +342,7 @@ class Simulation:
         """Fill the slots, if they are reused, with the KV of turns that ended before the start."""
         if turns.reuse == "none":
             return
-        self.slots = SimulatedSlots(turns, self.settings.slots, self.settings.stored_tokens)
+        self.slots = SimulatedSlots(turns, self.settings)
         for request in ended[: -self.settings.slots]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             self.slots.store(request, tokens)
@@ -792,11 +794,11 @@ class SimulatedSlots:
     session share what the earlier one left in its slot, turns of two sessions share only the prefix
     that all sessions have.
 
-    `stored_tokens`: those that the prompt cache has room for. It keeps one sequence of a session,
-    the latest that was stored.
+    The prompt cache keeps one sequence of a session, the latest that was stored.
     """
 
-    def __init__(self, turns: Turns, slots: int, stored_tokens: int = 0) -> None:
+    def __init__(self, turns: Turns, settings: SchedulerSettings) -> None:
+        slots = settings.slots
         self._session: list[int] = turns.session.tolist()
         self._history: list[int] = turns.history_tokens.tolist()
         self._shared = turns.shared_tokens
@@ -817,8 +819,10 @@ class SimulatedSlots:
         self._checkpoints: list[_Prefix] = []  # the most recently used last
         # Request -> the lengths of its prompt at which checkpoints are made.
         self._marks: dict[int, tuple[int, ...]] = {}
-        self._stored = StoredSequences[int](0 if self.is_checkpointed else stored_tokens)
+        self._stored = StoredSequences[int](settings.stored_tokens)
+        self._sequence_tokens = settings.stored_sequence_tokens
         self._stored_prefix: dict[int, _Prefix] = {}  # by session
+        self._stored_checkpoint: dict[int, int] = {}  # its tokens; 0: there is none
         self.copied_tokens = 0  # to and from the prompt cache, since the last wait for copies
 
     def hold(self, request: int, tokens: int) -> None:
@@ -834,32 +838,31 @@ class SimulatedSlots:
         """
         reusable_tokens = max(0, prompt_tokens - COMPUTED_TAIL)
         common = self._common_in_slots(request, reusable_tokens, computed)
-        if not self.is_checkpointed:
-            slot, reused, source = choose_slot(
-                common, self._idle_tokens, self._free, self._idle_since
-            )
-            session, match = self._longest_stored(request, reusable_tokens)
-            if match.is_worth_restoring(reused):
-                slot = oldest_slot(self._free, self._idle_tokens, self._idle_since)
-                self._store_slot(slot, 0, session)
-                self._restore(session, match)
-                reused = match.common
-            else:
-                self._store_slot(slot, reused if source == slot else 0)
+        slots = (common, self._idle_tokens, self._free, self._idle_since)
+        checkpoint = None
+        checkpoints: dict[int, _Prefix] = {}  # those that it begins with, by their tokens
+        if self.is_checkpointed:
+            checkpoints = self._checkpoints_of(request, reusable_tokens)
+            longest = max((tokens for tokens in checkpoints if tokens <= max(common)), default=0)
+            (slot, reused, source), is_restored = choose_checkpointed_slot(*slots, longest)
+            checkpoint = checkpoints[longest] if is_restored else None
         else:
-            checkpoint = self._longest_checkpoint(request, reusable_tokens, max(common))
-            (slot, reused, _), is_restored, marks = choose_checkpointed_slot(
-                common,
-                self._idle_tokens,
-                self._free,
-                self._idle_since,
-                prompt_tokens=prompt_tokens,
-                checkpoint_tokens=checkpoint.tokens,
-            )
-            if is_restored:
-                self._checkpoints.remove(checkpoint)
-                self._checkpoints.append(checkpoint)
-            self._marks[request] = marks
+            slot, reused, source = choose_slot(*slots)
+        session, match = self._longest_stored(request, reusable_tokens, checkpoints)
+        if match.is_worth_restoring(reused):
+            slot = oldest_slot(self._free, self._idle_tokens, self._idle_since)
+            self._store_slot(slot, 0, session)
+            self._restore(session, match)
+            reused = match.reusable
+            checkpoint = checkpoints.get(reused)
+        else:
+            self._store_slot(slot, reused if source == slot else 0)
+        if checkpoint is not None:
+            self._checkpoints.remove(checkpoint)
+            self._checkpoints.append(checkpoint)
+        if self.is_checkpointed:
+            longest = max(*common, match.common, match.second)
+            self._marks[request] = checkpoint_marks(prompt_tokens, reused, longest)
         self._set(slot, request, 0, self._shared)
         self._free.remove(slot)
         if reused < self._shared:
@@ -904,45 +907,72 @@ class SimulatedSlots:
                 return True
         return False
 
-    def store(self, request: int, tokens: int, pinned: int | None = None) -> None:
-        """Store the tokens of a request that loses its slot. `pinned`: a session whose sequence is
-        about to be restored."""
+    def store(
+        self, request: int, tokens: int, kept_tokens: int = 0, pinned: int | None = None
+    ) -> None:
+        """Store the tokens of a request whose slot is overwritten from `kept_tokens` tokens on.
+        `pinned`: a session whose sequence is about to be restored."""
         session = self._session[request]
-        if not self._stored.capacity or not is_worth_storing(tokens, 0) or session == pinned:
+        checkpoints = self._checkpoints_of(request, tokens - 1) if self.is_checkpointed else {}
+        longest = max(checkpoints, default=0)
+        if longest > kept_tokens:  # it was for the next turn in this slot
+            self._checkpoints.remove(checkpoints[longest])
+            self._checkpoints.insert(0, checkpoints[longest])  # the first to be dropped
+        if not self._stored.capacity or session == pinned:
+            return
+        if not is_worth_storing(tokens, kept_tokens):
             return
         if self._stored_prefix.pop(session, None) is not None:
             self._stored.remove(session)
-        self.copied_tokens += tokens
-        dropped = self._stored.add(session, tokens, pinned)
+        size = tokens + self._sequence_tokens
+        self.copied_tokens += size
+        dropped = self._stored.add(session, size, pinned)
         if dropped is None:
             return
         self._stored_prefix[session] = _Prefix(request, tokens)
+        self._stored_checkpoint[session] = longest
         for other in dropped:
             del self._stored_prefix[other]
 
     def _store_slot(self, slot: int, kept_tokens: int, pinned: int | None = None) -> None:
         """Store what an idle slot holds before a prompt that keeps `kept_tokens` takes it."""
-        tokens = self._idle_tokens[slot]
-        if is_worth_storing(tokens, kept_tokens):
-            self.store(self._owner[slot], tokens, pinned)
+        if tokens := self._idle_tokens[slot]:
+            self.store(self._owner[slot], tokens, kept_tokens, pinned)
 
-    def _longest_stored(self, request: int, reusable_tokens: int) -> tuple[int, StoredMatch]:
-        """Return the session whose stored sequence has the longest common prefix with a prompt, and
-        how it matches. All sequences of other sessions have the shared prefix in common with it."""
+    def _longest_stored(
+        self, request: int, reusable_tokens: int, checkpoints: Iterable[int]
+    ) -> tuple[int, StoredMatch]:
+        """Return the session of whose stored sequence a prompt can reuse most, and how it matches.
+        All sequences of other sessions have the shared prefix in common with it.
+
+        `checkpoints`: the lengths of those that the prompt begins with.
+        """
         session = self._session[request]
         own = self._stored_prefix.get(session, _NOTHING)
         own_common = self.common(request, own, reusable_tokens)
+        own_reusable = self._reusable(session, own_common, checkpoints)
         others = len(self._stored) - (session in self._stored)
-        shared = min(self._shared, reusable_tokens) if others else 0
-        if own_common > shared or not others:
-            return session, StoredMatch(own_common, own.tokens, shared)
+        if not others:
+            return session, StoredMatch(own_reusable, own_common, own.tokens)
+        shared = min(self._shared, reusable_tokens)
         other = next(key for key in self._stored if key != session)
+        reusable = self._reusable(other, shared, checkpoints)
+        if own_reusable > reusable:
+            return session, StoredMatch(own_reusable, own_common, own.tokens, shared)
         second = shared if others > 1 else own_common
-        return other, StoredMatch(shared, self._stored_prefix[other].tokens, second)
+        return other, StoredMatch(reusable, shared, self._stored_prefix[other].tokens, second)
+
+    def _reusable(self, session: int, common: int, checkpoints: Iterable[int]) -> int:
+        """Return how many of the `common` tokens that a prompt has in common with the stored
+        sequence of a session it can reuse."""
+        if not self.is_checkpointed or not common:
+            return common
+        lengths = [self._stored_checkpoint[session], *checkpoints]
+        return checkpointed_tokens(common, self._stored_prefix[session].tokens, lengths)
 
     def _restore(self, session: int, match: StoredMatch) -> None:
         """Copy the stored sequence of a session into a slot."""
-        self.copied_tokens += match.tokens
+        self.copied_tokens += match.tokens + self._sequence_tokens
         if match.is_continued:
             self._stored.remove(session)
             del self._stored_prefix[session]
@@ -1008,13 +1038,10 @@ class SimulatedSlots:
         """Return whether a checkpoint holds exactly the first `tokens` tokens of a prompt."""
         return other.tokens == tokens == self.common(request, other, tokens)
 
-    def _longest_checkpoint(self, request: int, reusable_tokens: int, max_tokens: int) -> _Prefix:
-        """Return the longest checkpoint that the prompt begins with, of at most `max_tokens`, the
-        most that some slot holds of the prompt."""
-        fitting = [
-            checkpoint
+    def _checkpoints_of(self, request: int, tokens: int) -> dict[int, _Prefix]:
+        """Return the checkpoints that a request's first tokens begin with, by their lengths."""
+        return {
+            checkpoint.tokens: checkpoint
             for checkpoint in self._checkpoints
-            if checkpoint.tokens <= max_tokens
-            and self.common(request, checkpoint, reusable_tokens) == checkpoint.tokens
-        ]
-        return max(fitting, key=lambda checkpoint: checkpoint.tokens, default=_NOTHING)
+            if self.common(request, checkpoint, tokens) == checkpoint.tokens
+        }

@@ -40,6 +40,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds_target: Positive | None = 0.3
     # Of the prompt cache: tokens of sequences that lost their slots, as the engine reports them.
     stored_tokens: Annotated[int, Meta(ge=0)] = 0
+    # What each stored sequence takes beyond its tokens (recurrent states, windows), in tokens.
+    stored_sequence_tokens: Annotated[int, Meta(ge=0)] = 0
     # To copy the KV of a token to or from the prompt cache, as measured when it is made.
     copy_token_seconds: Seconds = 0.0
     # Engines with these settings that serve the model from one queue, each on cores of its own.

@@ -626,6 +626,7 @@ class Server:
         stored_tokens = self.settings.stored_tokens * self.settings.engines
         before = index[ended[:-slots]]
         held_tokens = self.lengths.prompt[before] + self.lengths.output[before]
+        held_tokens = held_tokens + self.settings.stored_sequence_tokens
         is_stored = np.cumsum(held_tokens[::-1]) <= stored_tokens
         kept_past_turns = ended[-(slots + int(is_stored.sum())) :]
         # All other turns before 0 are left out, because there may be very many of them.

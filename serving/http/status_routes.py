@@ -227,14 +227,15 @@ def _describe_prefix_reuse(config: EngineConfig, info: BackendInfo) -> str:
     """Return which prefixes of earlier prompts a new prompt can reuse, and why not more."""
     if not config.prefix_reuse:
         return "nothing: prefix_reuse is off"
+    stored = ""
     if info.settings.stored_tokens:
-        return f"any common prefix, also of {size(config.prompt_cache_bytes)} of earlier sequences"
+        stored = f", also of {size(config.prompt_cache_bytes)} of earlier sequences"
     if info.rewinds:
-        return "any common prefix"
+        return f"any common prefix{stored}"
     if info.has_checkpoints:
         return (
             "from checkpoints, shortly before the end of each prompt and where two prompts "
-            f"diverge, since {info.why_not_rewinds}"
+            f"diverge{stored}, since {info.why_not_rewinds}"
         )
     return f"nothing: {info.why_not_rewinds or 'this engine cannot truncate a sequence'}"
 

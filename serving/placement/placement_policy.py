@@ -200,9 +200,6 @@ def _why_smaller_cache(request: PlacementRequest, requested_bytes: int, attempt:
         return "no prompt cache, since prefix reuse is off"
     if not spec_of(attempt.backend).has_export or attempt.device == "gpu":
         return f"no prompt cache, which {engine} does not have"
-    if attempt.memory.state_bytes:
-        name = request.model.name
-        return f"no prompt cache, since {name} has states or windows that cannot be truncated"
     requested = size(requested_bytes)
     fitting = size(attempt.memory.prompt_cache_bytes)
     return f"prompt cache reduced from {requested} to {fitting}, which fits in memory"
@@ -424,8 +421,7 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
         memory = msgspec.structs.replace(
             memory, weight_bytes=weight_bytes, overhead_bytes=overhead_bytes
         ).of_engines(settings.engines)
-        can_cache = spec.has_export and gpu is None and not memory.state_bytes
-        if request.prefix_reuse and can_cache:
+        if request.prefix_reuse and spec.has_export and gpu is None:
             cache_bytes = _prompt_cache_bytes(request, memory, usable_bytes)
             memory = msgspec.structs.replace(memory, prompt_cache_bytes=cache_bytes)
         return Attempt(
@@ -492,7 +488,8 @@ def _prompt_cache_bytes(
     free_bytes = max(0, usable_bytes - memory.total_bytes)
     if requested_bytes is not None:
         return min(requested_bytes, free_bytes)
-    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * memory.kv_bytes)
+    slots_bytes = memory.kv_bytes + memory.state_bytes
+    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * slots_bytes)
     return min(max_bytes, int(PROMPT_CACHE_SHARE * free_bytes))
 
 
