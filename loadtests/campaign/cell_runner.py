@@ -38,7 +38,8 @@ from crossover.loadtests.capacity.prefix_reuse import (
     measured_reuse,
     measured_template_tokens,
 )
-from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.capacity.sharper_slo import advice, what_single_requests_meet
+from crossover.loadtests.capacity.unloaded_check import requests_to_check
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
@@ -108,6 +109,7 @@ class CellRun:
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
+                    self._keep_unit(capacity_of(state))
                     last = self._measure()
                 if isinstance(last, StopMeasuring):
                     break
@@ -134,10 +136,18 @@ class CellRun:
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
         """Return the capacity with the estimates for less prefix caching and, if the SLO makes
-        the interval wide, advice about another SLO."""
+        the interval wide or there is no capacity, advice about another SLO."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.server is None:
-            return capacity
+            if not capacity.is_none:
+                return capacity
+            single_streams = [
+                level.undisturbed
+                for level in self.state.counted_levels
+                if level.is_single_stream and level.counts
+            ]
+            words = what_single_requests_meet(single_streams, self.slo)
+            return msgspec.structs.replace(capacity, advice=words)
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),
@@ -212,6 +222,7 @@ class CellRun:
     def _keep_unit(self, capacity: journal.Capacity) -> float | None:
         """Return the rate in whose unit all rates of this cell are written: the first estimate."""
         self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
+        self.bench.unit_rate = self.unit_rate
         return self.unit_rate
 
     def _calibrate(self, seconds: float) -> None:
@@ -301,6 +312,8 @@ class CellRun:
         state, calibrated = self.state, self.state.calibrated
         if self.max_slots is None or state.slots_choice is not None:
             return
+        if capacity_of(state).state == "misses_slo_unloaded":
+            return
         if calibrated is None or calibrated.server is None:
             return
         self.progress.tick(f"{state.key}: simulating other numbers of slots")
@@ -367,24 +380,41 @@ def cell_progress(
     """Return what is recorded about a cell, as far as the next measurement depends on it."""
     campaign, calibrated = record.campaign, record.calibrated
     has_no_model = calibrated is not None and calibrated.server is None
+    capacity = capacity_of(record)
+    left_seconds = cell_block.until_seconds - record.spent_seconds
     return CellProgress(
         slo=campaign.slo,
         workload=campaign.workload,
         search=campaign.search,
         levels=record.counted_levels,
         set_aside=record.set_aside_levels,
-        capacity=capacity_of(record),
+        capacity=capacity,
         is_calibrated=calibrated is not None,
         burst_rate=burst_rate(record.levels, campaign.workload) if has_no_model else None,
         server_start=None if record.cell.url is not None else record.starts,
         block=cell_block.block,
-        left_seconds=cell_block.until_seconds - record.spent_seconds,
+        left_seconds=left_seconds,
         min_level_seconds=record.min_level_seconds,
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
         slots_choice=record.slots_choice,
         needs_restart=record.needs_restart,
+        to_check=_requests_to_check(record, capacity, left_seconds),
     )
+
+
+def _requests_to_check(
+    record: CellRecord, capacity: journal.Capacity, seconds: float
+) -> Burst | None:
+    """Return the requests that are sent alone within `seconds` because they miss the SLO by the
+    step-time model; None: there is a capacity, or they were sent already."""
+    calibrated = record.calibrated
+    if calibrated is None or calibrated.server is None or record.unloaded_checks:
+        return None
+    if not capacity.is_none:
+        return None
+    demand = demand_of(record.campaign)
+    return requests_to_check(calibrated.server, demand, record.campaign.slo, seconds)
 
 
 def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
@@ -409,7 +439,7 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
     return estimate(
-        [*record.counted_levels, *record.set_aside_levels],
+        [*record.counted_levels, *record.set_aside_levels, *record.unloaded_checks],
         record.campaign.slo,
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),

@@ -124,7 +124,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def rate(self) -> float | None:
-        """Offered rate that was asked for, requests/s; None: single stream or closed loop."""
+        """Nominal rate that was asked for, requests/s; None: single stream or closed loop."""
         return self.started.plan.rate
 
     @property
@@ -137,8 +137,18 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return self.started.plan.is_single_stream
 
     @property
+    def is_unloaded_check(self) -> bool:
+        return self.started.plan.is_unloaded_check
+
+    @property
     def is_burst(self) -> bool:
         return self.started.plan.is_burst
+
+    @property
+    def has_chosen_requests(self) -> bool:
+        """Whether its requests were chosen and not drawn from the workload, so that they do not
+        count for SLO attainment."""
+        return self.is_burst or self.is_unloaded_check
 
     @property
     def is_set_aside(self) -> bool:
@@ -160,8 +170,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """The level as it would have been on a machine without other processes: all times are
         shortened by the share that they took.
 
-        A single stream or a burst is exactly this level. Of an open loop, arrivals are nearer to
-        each other too, so only the times of its steps are those of the undisturbed machine.
+        Requests one at a time or a burst are exactly this level. Of an open loop, arrivals are
+        nearer to each other too, so only the times of its steps are those of the undisturbed
+        machine.
         """
         kept = 1 - self.taken_share
         if kept == 1:
@@ -311,7 +322,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         stream are independent; others are divided by the design effect."""
         good = slo.met_by(self)[self.counted]
         due_count, good_count = len(good), int(good.sum())
-        effect = 1.0 if self.is_single_stream else design_effect(good)
+        effect = 1.0 if self.concurrency == 1 else design_effect(good)
         low, high = wilson(good_count / effect, due_count / effect, slo.confidence)
         steady: bool | None = None
         if self.rate is not None:
@@ -349,7 +360,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(seconds_inside.sum()) / (end - start)
 
     @property
-    def achieved_rate(self) -> float:
+    def offered_rate(self) -> float:
         """Requests/s that came due in the window."""
         return float(self.counted.sum()) / self.window_seconds
 

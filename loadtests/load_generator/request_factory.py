@@ -42,7 +42,8 @@ class RequestFactory:
         self._maker = PromptMaker(load.plan.seed, facts.fixed_tokens, facts.word_tokens)
 
     def scheduled(self) -> list[ReadyRequest]:
-        """Return all requests of an open loop in the order of their scheduled times.
+        """Return all requests of an open loop in the order of their scheduled times, or all
+        requests of a burst.
 
         Raises LoadError if their prompts have more than MAX_LEVEL_TOKENS.
         """

@@ -245,6 +245,8 @@ def _confirmed_cell(cell: CellData) -> TableCell:
         return TableCell(text=text, detail=cell.reason)
     if capacity.is_confirmed:
         evidence = capacity_text.evidence_words(capacity)
+        if capacity.taken_share:
+            evidence += ", while other processes ran too"
         return TableCell(text=cell.confirmed_words, grade="confirmed", detail=evidence)
     if capacity.state == "misses_slo_unloaded":
         return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
@@ -270,6 +272,7 @@ def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
     binding = binding_of(cell, slo)
     sentences = (
         f"{'; '.join(filter(None, facts))}.",
+        capacity_text.disturbance_words(capacity, cell.unit_rate),
         capacity_text.reuse_words(capacity, cell.unit_rate),
         "" if binding is None else sentence_of(binding),
     )

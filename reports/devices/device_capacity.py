@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from crossover.loadtests.capacity.sharper_slo import what_gives_a_capacity
 from crossover.models.formatting import GIB
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import weight_bytes
@@ -345,6 +346,8 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         reason = "misses the SLO unloaded"
         if high:
             reason += ", except at the high end of its interval"
+        if machine.policy is not None and (advice := what_gives_a_capacity(expected, slo)):
+            capacity = msgspec.structs.replace(capacity, notes=(*notes, advice.rstrip(".")))
         return msgspec.structs.replace(capacity, reason=reason)
     requests = expected.play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]

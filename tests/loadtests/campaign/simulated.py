@@ -262,6 +262,8 @@ class Bench(ServerBench):
         server = self.world.server(plan.seed, state.starts, self.world.chosen_slots(state))
         workload = state.campaign.workload
         named = (state.key, name)
+        if plan.is_unloaded_check:
+            return self._one_by_one(server, name, plan)
         if plan.burst is not None:
             burst = plan.burst
             due = [0.0] * burst.streams
@@ -295,12 +297,13 @@ class Bench(ServerBench):
     def _one_by_one(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
         requests = draw(state.campaign.workload, plan.requests or 1, plan.seed)
-        for index, request in enumerate(requests):
+        lengths = [(request.prompt_tokens, request.output_tokens) for request in requests]
+        if plan.burst is not None:
+            lengths = list(zip(plan.burst.prompt_tokens, plan.burst.output_tokens, strict=True))
+        for index, (prompt, output) in enumerate(lengths):
             if at >= plan.window_seconds:
                 break
-            (one,) = server.records(
-                [at], [request.prompt_tokens], [request.output_tokens], cell=state.key, level=name
-            )
+            (one,) = server.records([at], [prompt], [output], cell=state.key, level=name)
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at
         return records

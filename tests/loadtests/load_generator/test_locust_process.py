@@ -175,6 +175,19 @@ def test_single_streams_are_as_many_as_requested(
         assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
 
 
+def test_chosen_requests_leave_one_at_a_time_with_their_lengths(
+    shared_generator: LoadGenerator, truth_server: Start
+) -> None:
+    burst = Burst(prompt_tokens=(30, 10, 20), output_tokens=(2, 3, 4))
+    plan = LevelPlan(concurrency=1, burst=burst, requests=3, window_seconds=30.0)
+    records, _, _ = level(shared_generator, truth_server(case="chosen"), plan)
+    records.sort(key=lambda record: record.index)
+    assert [record.prompt_tokens for record in records] == [30, 10, 20]
+    assert [record.output_tokens for record in records] == [2, 3, 4]
+    for before, after in pairwise(records):
+        assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
+
+
 def test_a_closed_loop_keeps_its_number(
     shared_generator: LoadGenerator, truth_server: Start
 ) -> None:
