@@ -1,5 +1,5 @@
-"""Several models on one machine, as tables and sentences: what each loses beside the others, and what
-machines of their own, or the largest model alone, would cost."""
+"""Several models on one machine, in tables and sentences: what each loses beside the others, and
+what machines of their own, or the largest model alone, would cost."""
 
 from __future__ import annotations
 

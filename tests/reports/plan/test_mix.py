@@ -10,7 +10,7 @@ from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
 from crossover.reports.plan.mix_alternatives import MixAlternative, mix_alternatives
 from crossover.reports.plan.plan_costs import Plan, make_plan
-from crossover.reports.plan.plan_file import BadPlan
+from crossover.reports.plan.plan_file import BadPlan, Question
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.plan_options import Candidate, ordered_options
 from crossover.reports.render.mix_text import alternatives_sentences
@@ -182,9 +182,13 @@ def box(shared: float, small: float, large: float, **more: object) -> Candidate:
     return machine("box", shared, shared, shared, 1.0, unshared=unshared, **more)
 
 
-def alternative(rate: float, candidate: Candidate, **more: object) -> MixAlternative:
+def question_of(rate: float, more: dict[str, object]) -> Question:
     tables = {"forecast": {"peak_rate": rate}, "models": ROUTER, "workload": SHORT, **more}
-    question = question_of_tables(tables, Path())
+    return question_of_tables(tables, Path())
+
+
+def alternative(rate: float, candidate: Candidate, **more: object) -> MixAlternative:
+    question = question_of(rate, more)
     options = ordered_options(question, [candidate], question.forecast)
     (found,) = mix_alternatives(question, [candidate], options)
     return found
