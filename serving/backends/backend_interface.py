@@ -146,6 +146,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_reuse: bool = True
     # In memory, for the KV of sequences that lost their slots; 0: there is no prompt cache.
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Whether the engine of another model runs on these cores: threads that wait must not spin then.
+    shares_cores: bool = False
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
 

@@ -7,7 +7,7 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     split: CoreSplit
     files: dict[str, ResolvedModel]  # by backend
     options: dict[str, dict[str, Any]]  # by backend
+    shares_cores: bool = False  # with the engine of another model of this server
 
     @property
     def tokenizer_path(self) -> str:
@@ -113,6 +114,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             memory_nodes=engine.memory_nodes if attempt.device == "cpu" else (),
             # A GPU waits while its host process does not run, so that one keeps its priority.
             nice=self.split.nice if attempt.device == "cpu" else 0,
+            shares_cores=self.shares_cores and attempt.device == "cpu",
             options=self.options[attempt.backend],
         )
 
@@ -291,6 +293,26 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
             "model, but its text is noise"
         )
     return prepared
+
+
+def with_shared_cores(models: Sequence[Prepared]) -> list[Prepared]:
+    """Return the models of a server, with whether each shares cores with the engine of another one.
+
+    An engine on the CPU takes time from all engines on its cores. That of a GPU model waits for the
+    GPU most of the time, so it does not count.
+    """
+
+    def cores_of_others(model: Prepared) -> set[int]:
+        others = [other for other in models if other is not model]
+        on_cpu = [other for other in others if other.placement.device == "cpu"]
+        return {core for other in on_cpu for core in other.split.engine}
+
+    return [
+        msgspec.structs.replace(
+            model, shares_cores=not cores_of_others(model).isdisjoint(model.split.engine)
+        )
+        for model in models
+    ]
 
 
 def files_of_engines(

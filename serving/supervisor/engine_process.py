@@ -64,7 +64,7 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
         ipc.SOCKET_VARIABLE: str(socket_number),
     }
-    if config.nice:
+    if config.nice or config.shares_cores:
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
     return variables | allocator(config.backend) | _visible_devices(config)
 
