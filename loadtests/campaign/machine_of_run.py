@@ -80,7 +80,7 @@ def _steps_of(record: CellRecord, versions: dict[str, str]) -> ModelSteps:
         model=spec,
         weight_format=cell.weight_format,
         threads=ready.info.threads,
-        server=calibrated.server.with_prompts(1.0 if capacity is None else capacity.prompt_ratio),
+        server=calibrated.server,
         load_factor=None if capacity is None else capacity.factor,
         spent_seconds=calibrated.spent_seconds,
     )

@@ -3,9 +3,8 @@
     capacity = estimate(levels, slo, server, demand)
     capacity.state, capacity.confirmed_rate, capacity.estimated_rate, capacity.low, capacity.high
 
-With a step-time model, the capacity is simulated (*estimated*). Prompts are weighed against decode
-rows as the steps of the levels show it. Then all step times are multiplied by one factor: how much
-longer the steps of the levels near the capacity took than the model says. The
+With a step-time model, the capacity is simulated (*estimated*). All step times are multiplied by
+one factor: how much longer the steps of the levels near the capacity took than the model says. The
 calibration counts as up to half a level in it, since its errors are independent of theirs. The SLO
 attainment of the levels moves the factor further (attainment_evidence.py). The 90 % interval has
 the capacities at factor x exp(+-1.645 sd), where `sd` is the standard deviation of the logarithm of
@@ -35,7 +34,6 @@ import msgspec
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.step_observation import (
     level_factor,
-    prompt_ratio,
     two_speeds,
 )
 from crossover.loadtests.capacity.unloaded_check import CheckedSpeed, checked_speed
@@ -320,7 +318,7 @@ def server_under_load(server: ServerModel, capacity: Capacity | None) -> ServerM
     capacity of it yet."""
     if capacity is None:
         return server.slower(LOADED)
-    return server.with_prompts(capacity.prompt_ratio).slower(capacity.factor or LOADED)
+    return server.slower(capacity.factor or LOADED)
 
 
 def _by_step_times(
@@ -330,16 +328,12 @@ def _by_step_times(
     loaded: Sequence[JudgedLevel],
     checked: CheckedSpeed | None,
 ) -> Capacity:
-    """Return the simulated capacity and its interval. Prompts are weighed against decode rows as in
-    the levels, and then all step times are scaled by one factor, which the levels near that
-    capacity give.
+    """Return the simulated capacity and its interval, with all step times scaled by one factor,
+    which the levels near that capacity give.
 
     `checked`: where by the factor there is no capacity, that of these requests is taken if it is
     lower; None: none was sent.
     """
-    levels = [one.level for one in loaded]
-    ratio = prompt_ratio(server.step_times, levels, server.settings) if levels else 1.0
-    server = server.with_prompts(ratio)
     step_times, settings = server.step_times, server.settings
     level_factors: list[tuple[float, float]] = []
     speed_factors: list[float] = []
@@ -382,6 +376,7 @@ def _by_step_times(
     slowest, quickest = max(factors) / factor, min(factors) / factor
     sd = sd_of(levels_worth)
     if loaded:
+        levels = [one.level for one in loaded]
         factor, sd = speed_by_attainment(server, slo, levels, factor, sd)
     simulated = server.slower(factor).capacity(demand, slo)
     if simulated.rate <= 0 and checked_factor < factor:
@@ -408,7 +403,6 @@ def _by_step_times(
         method="step_times",
         steepness=simulated.steepness,
         factor=factor if near_factors or factor == checked_factor else None,
-        prompt_ratio=ratio,
         users=simulated.users,
         speed_moved=speed_change if speed_change > MOVED else None,
         checked=checked_words,

@@ -59,7 +59,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
     if found.is_none:
-        unloaded = server.with_prompts(found.prompt_ratio).slower(found.factor or 1.0)
+        unloaded = server.slower(found.factor or 1.0)
         return what_gives_a_capacity(unloaded.simulated(demand), slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):

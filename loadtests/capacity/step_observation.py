@@ -19,7 +19,6 @@ tokens, or a proxy collects them, steps cannot be observed.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -50,9 +49,6 @@ MIN_STEPS = 50  # fewer say little about the factor of a level
 MIN_COVERED_SHARE = 0.35
 TPOT_FACTORS = (0.4, 2.5)  # range in which the factor is searched by TPOT
 PART_SECONDS = 30.0  # of a level; parts are compared, to see whether the machine's speed changed
-# Of what prompts take beside decode rows: as how many steps with prompts the calibration counts,
-# and the largest logarithm of the ratio.
-SURE_PROMPT_STEPS, MAX_LOG_RATIO = 20.0, 0.5
 # The speed changed if the factors of two parts differ by more than this. In 40 recorded levels of
 # undisturbed machines they differed by at most 1.35, or 1.28 if there were 6 to 8 parts; the
 # step-time model's own error makes up to 1.12.
@@ -239,45 +235,6 @@ def level_factor(
         measured_seconds = sum(step.seconds for step in steps)
         return measured_seconds / max(sum(map(step_times.of, steps)), 1e-12)
     return _factor_by_tpot(step_times, level, settings)
-
-
-def prompt_ratio(
-    step_times: StepTimeModel, levels: Sequence[Level], settings: SchedulerSettings
-) -> float:
-    """Return how many times as long prompts took in levels as the step-time model says, beside
-    decode rows.
-
-    Two factors are fitted to the steps by weighted least squares, one for prompts and one for the
-    rest of a step. The logarithm of their ratio counts as n / (n + SURE_PROMPT_STEPS) if n steps
-    had prompts. 1.0: the levels do not tell.
-    """
-    sums = np.sum([_ratio_sums(step_times, level, settings) for level in levels], axis=0)
-    prompt_steps, normal, measured = float(sums[0]), sums[1:5].reshape(2, 2), sums[5:]
-    if np.linalg.matrix_rank(normal) < 2:
-        return 1.0
-    rest_factor, prompt_factor = np.linalg.solve(normal, measured).tolist()
-    if rest_factor <= 0 or prompt_factor <= 0:
-        return 1.0
-    log_ratio = math.log(prompt_factor / rest_factor)
-    log_ratio *= prompt_steps / (prompt_steps + SURE_PROMPT_STEPS)
-    return math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO)))
-
-
-# The same levels are looked at again after each later one.
-@functools.lru_cache(maxsize=64)
-def _ratio_sums(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> Array:
-    """Return what a level adds to the least squares of `prompt_ratio` [7]: its steps with prompts,
-    the normal equations [4] and their right side [2]."""
-    steps, covered_share = _steps_to_compare(step_times, level, settings)
-    if covered_share < MIN_COVERED_SHARE:
-        return np.zeros(7)
-    without_prompts = step_times.with_prompts(0.0)
-    rest = np.array([without_prompts.of(step) for step in steps])
-    terms = np.stack([rest, [step_times.of(step) for step in steps] - rest])  # [2, steps]
-    weighted = terms / np.maximum(terms.sum(axis=0), 1e-12)
-    seconds = np.array([step.seconds for step in steps])
-    prompt_steps = sum(step.prompt_tokens > 0 for step in steps)
-    return np.concatenate([[prompt_steps], (weighted @ terms.T).ravel(), weighted @ seconds])
 
 
 def two_speeds(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> list[float]:

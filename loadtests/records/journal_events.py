@@ -56,8 +56,6 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     method: Literal["step_times", "levels"] = "levels"
     steepness: float | None = None  # d ln rate / d ln step time, as a positive number
     factor: float | None = None  # by which the levels' steps took longer than the step-time model
-    # By which prompts took longer in the levels than the calibration says, beside decode rows.
-    prompt_ratio: float = 1.0
     # Relative change of the machine's step times during the run, 0.2: 20 %; None: no change seen.
     speed_moved: float | None = None
     reason: str = ""

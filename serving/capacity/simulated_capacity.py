@@ -262,10 +262,6 @@ class ServerModel(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         """Return a server whose steps take longer by a factor."""
         return msgspec.structs.replace(self, step_times=self.step_times.slower(factor))
 
-    def with_prompts(self, ratio: float) -> ServerModel:
-        """Return a server on which prompts take `ratio` times as long."""
-        return msgspec.structs.replace(self, step_times=self.step_times.with_prompts(ratio))
-
     def without_reuse(self) -> ServerModel:
         """Return a server that computes the history of each conversation again."""
         reuse = msgspec.structs.replace(self.reuse or PrefixReuse(), kind="none")

@@ -184,16 +184,6 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         scaled = {name: getattr(self, name) * factor for name in COEFFICIENTS}
         return msgspec.structs.replace(self, **scaled)
 
-    def with_prompts(self, ratio: float) -> StepTimeModel:
-        """Return the step-time model of an engine on which prompts take `ratio` times as long, and
-        decode rows as long as before."""
-        return msgspec.structs.replace(
-            self,
-            prompt_token_seconds=self.prompt_token_seconds * ratio,
-            pass_seconds=self.pass_seconds * ratio,
-            token_pair_seconds=self.token_pair_seconds * ratio,
-        )
-
     @property
     def fits(self) -> bool:
         """Whether its error is unknown, or small enough for it to describe the engine."""

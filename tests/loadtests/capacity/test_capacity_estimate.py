@@ -16,7 +16,6 @@ from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import (
     confirming_seconds,
     estimate,
-    server_under_load,
 )
 from crossover.loadtests.capacity.capacity_text import contradiction_words
 from crossover.loadtests.levels.level_columns import Level
@@ -56,7 +55,6 @@ def by_step_times(
             "speed_by_attainment",
             lambda server, slo, levels, factor, sd: (factor, sd),
         )
-        patched.setattr(capacity_estimate, "prompt_ratio", lambda *_: 1.0)
         return estimate(levels, SLO, SERVER, DEMAND)
 
 
@@ -322,22 +320,6 @@ def test_a_level_that_met_every_limit_speaks_against_steps_by_which_it_would_not
     factor, narrowed = speed_by_attainment(SERVER, slo, [level], 1.05, sd)
     assert factor < 1.0 and narrowed < sd
     assert speed_by_attainment(SERVER, slo, [], 1.05, sd) == pytest.approx((1.05, sd), rel=0.01)
-
-
-@pytest.mark.parametrize("ratio", [0.7, 1.4])
-def test_prompts_are_weighed_against_decode_rows_as_in_the_levels(ratio: float) -> None:
-    """The calibration found prompts too slow, or too fast, beside decode rows."""
-    due = np.arange(0.0, 120.0, 1 / (0.8 * LIMIT))
-    server = KnownServer(STEP_TIMES.seconds)
-    level = server.level(due.tolist(), [40] * len(due), [10] * len(due))
-    calibrated = ServerModel(STEP_TIMES.with_prompts(ratio), POLICY)
-    found = estimate([level], SLO, calibrated, DEMAND)
-    assert found.prompt_ratio == pytest.approx(1 / ratio, rel=0.1)
-    rightly_calibrated = estimate([level], SLO, SERVER, DEMAND)
-    assert rightly_calibrated.prompt_ratio == pytest.approx(1.0, rel=0.01)
-    assert found.estimated_rate == pytest.approx(rightly_calibrated.estimated_rate, rel=0.05)
-    under_load = server_under_load(calibrated, found).capacity(DEMAND, SLO).rate
-    assert under_load == pytest.approx(found.estimated_rate, rel=0.01)
 
 
 def test_a_level_that_missed_limits_speaks_against_steps_by_which_it_would_have_met_them() -> None:
