@@ -181,10 +181,14 @@ class TriedRate(NamedTuple):
 def next_measurement(progress: CellProgress) -> Measurement:
     """Return what to measure next, or why nothing more is measured."""
     search, capacity = progress.search, progress.capacity
+    single_stream_seconds = progress.max_single_stream_seconds
+    if progress.single_streams:  # further ones take no more than the time that is left
+        left_seconds = max(1.0, round(progress.left_seconds, 1))
+        single_stream_seconds = min(single_stream_seconds, left_seconds)
     single_stream = LevelPlan(
         concurrency=1,
         requests=search.single_stream_requests,
-        window_seconds=progress.max_single_stream_seconds,
+        window_seconds=single_stream_seconds,
     )
     if not progress.single_streams:
         return single_stream
@@ -271,6 +275,8 @@ def _verify_unloaded(
         )
     if all(level.started.start != start for level in progress.single_streams):
         return single_stream
+    if progress.left_seconds <= 0:
+        return StopMeasuring("the SLO is missed even without load; no time is left to verify it")
     return RestartServer("the SLO is missed even without load; restarting the server to verify")
 
 
