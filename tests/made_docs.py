@@ -11,7 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from crossover.models import formatting
@@ -21,12 +21,12 @@ from crossover.models.weights.weight_formats import GgufTensor
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.cli.report_command import DEFAULT_FORMATS, FORMATS
 from crossover.reports.devices.calibrated_machines import read_machines
-from crossover.reports.plan.plan_costs import make_plan
+from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.sizing import DEFAULT_DEVICES, size
 from crossover.reports.plan.tasks import TASKS, task_named
-from crossover.reports.render.plan_text import as_text
+from crossover.reports.render.plan_text import as_text, sentences
 from crossover.reports.render.size_text import as_text as as_sizing_text
 from crossover.reports.sections.all_sections import SECTIONS
 from crossover.serving.backends.backend_table import BACKENDS
@@ -118,12 +118,24 @@ def topics() -> list[str]:
     return lines
 
 
-def plan_output(name: str, **keys: object) -> str:
-    """What `crossover plan` says to a file of docs/plan-examples, with other `keys`."""
+@cache
+def example_plan(name: str) -> Plan:
+    """The plan of a file of docs/plan-examples."""
+    return plan_with(name)
+
+
+def plan_with(name: str, **keys: object) -> Plan:
+    """The plan of a file of docs/plan-examples, with other `keys`."""
     folder = ROOT / "docs" / "plan-examples"
     tables = read_toml(folder / f"{name}.toml", BadPlan)[0] | keys
     question = question_of_tables(tables, folder)
-    plan_text = as_text(make_plan(question, candidates_of(question)), 110)
+    return make_plan(question, candidates_of(question))
+
+
+def plan_output(name: str, **keys: object) -> str:
+    """What `crossover plan` says to a file of docs/plan-examples, with other `keys`."""
+    plan = plan_with(name, **keys) if keys else example_plan(name)
+    plan_text = as_text(plan, 110)
     return "\n".join(line.rstrip() for line in plan_text.splitlines())
 
 
@@ -140,8 +152,16 @@ def first_part(name: str, **keys: str) -> list[str]:
 
 def mix_output() -> list[str]:
     """The choice and the tables of docs/plan-examples/mix.toml, as a block of Markdown."""
-    sentence, options, models, *_ = plan_output("mix").split("\n\n")
-    return ["```", *"\n\n".join((sentence, options, models)).splitlines(), "```"]
+    parts = plan_output("mix").split("\n\n")[:4]
+    return ["```", *"\n\n".join(parts).splitlines(), "```"]
+
+
+def buy_or_rent_line() -> list[str]:
+    """What the plan of docs/plan-examples/buy.toml says of buying and renting, as a block of
+    Markdown."""
+    starts = ("Buying costs", "Renting costs")
+    (line,) = [text for text in sentences(example_plan("buy")) if text.startswith(starts)]
+    return ["```", *textwrap.wrap(line, TEXT_WIDTH), "```"]
 
 
 def sizing_output() -> list[str]:
@@ -273,6 +293,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
             default_formats=[DEFAULT_FORMATS],
         )
     },
+    "README.md": {"buy": buy_or_rent_line},
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {

@@ -31,7 +31,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.capacity.calibration_bursts import calibrate, request_seconds
-from crossover.loadtests.capacity.capacity_estimate import estimate
+from crossover.loadtests.capacity.capacity_estimate import estimate, server_under_load
 from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
@@ -59,7 +59,7 @@ from crossover.serving.capacity.simulated_capacity import (
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.slot_count import best_slots
+from crossover.serving.capacity.slot_count import best_slots, with_slots
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
@@ -239,6 +239,12 @@ class CellRun:
         }
         until_seconds = self.cell_block.until_seconds
         kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
+        # What the server took with fewer slots, for steps with few rows.
+        earlier_bursts = [
+            level.undisturbed
+            for name, level in recorded_bursts.items()
+            if not name.startswith(f"{state.key}#{kind}.")
+        ]
         number = 0
 
         def send(burst: Burst) -> Level:
@@ -260,10 +266,12 @@ class CellRun:
         single_streams = [
             level.undisturbed for level in state.counted_levels if level.is_single_stream
         ]
-        slots = self.bench.slots if policy is None else policy.slots
+        # Of all engines, so that a burst fills the slots of each.
+        slots = self.bench.slots if policy is None else policy.slots * policy.engines
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
-        calibration = calibrate(send, workload, slots, seconds, single_streams, experts)
+        known_levels = [*single_streams, *earlier_bursts]
+        calibration = calibrate(send, workload, slots, seconds, known_levels, experts)
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
@@ -316,9 +324,11 @@ class CellRun:
             doubling_cost=spec_of(state.cell.backend).slot_doubling_cost,
         )
         is_change = choice.is_worth_a_restart
+        has_fewer = choice.slots < choice.present_slots
         left_seconds = self.cell_block.until_seconds - state.spent_seconds
         load_seconds = (state.ready and state.ready.load_seconds) or 0.0
-        if is_change and left_seconds < load_seconds + RECALIBRATION_SECONDS:
+        calibration_seconds = 0.0 if has_fewer else RECALIBRATION_SECONDS
+        if is_change and left_seconds < load_seconds + calibration_seconds:
             return
         state.record(
             journal.SlotsChosen(
@@ -329,6 +339,10 @@ class CellRun:
                 previous_rate=choice.present_rate,
             )
         )
+        if is_change and has_fewer:  # the bursts had more rows than its steps will have
+            settings = with_slots(calibrated.server.settings, choice.slots)
+            server = msgspec.structs.replace(calibrated.server, settings=settings)
+            state.record(journal.Calibrated(cell=state.key, spent_seconds=0.0, server=server))
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
         """Return how much of the histories of conversations the server found in its cache, and in
@@ -471,7 +485,7 @@ def with_less_reuse(
         return capacity
     if not capacity.estimated_rate or capacity.method != "step_times":
         return capacity
-    loaded = server.slower(capacity.factor or LOADED)
+    loaded = server_under_load(server, capacity)
     own = loaded.capacity(demand, slo, QUICK_REQUESTS)
     if not own.rate:
         return capacity

@@ -32,11 +32,8 @@ from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import (
-    TargetFacts,
-    probe_endpoint,
-    route_words,
-)
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
+from crossover.loadtests.load_generator.target import TargetFacts, route_words
 from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample

@@ -32,7 +32,10 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
-from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
+from crossover.loadtests.capacity.step_observation import (
+    level_factor,
+    two_speeds,
+)
 from crossover.loadtests.capacity.unloaded_check import CheckedSpeed, checked_speed
 from crossover.loadtests.levels.level_columns import Judged, Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
@@ -310,6 +313,14 @@ def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: in
     return f"{missed} of {due} single-stream requests missed the SLO, on {where}"
 
 
+def server_under_load(server: ServerModel, capacity: Capacity | None) -> ServerModel:
+    """Return a calibrated server with step times as load levels showed them; None: there is no
+    capacity of it yet."""
+    if capacity is None:
+        return server.slower(LOADED)
+    return server.slower(capacity.factor or LOADED)
+
+
 def _by_step_times(
     server: ServerModel,
     demand: Demand,
@@ -413,7 +424,7 @@ def _without_other_processes(
         math.exp(math.hypot(math.log(end / found.estimated_rate), taken_log))
         for end in (found.low, found.high)
     ]
-    quiet = server.slower(found.factor or LOADED)
+    quiet = server_under_load(server, found)
     busy = quiet.slower(1 / (1 - min(taken_share, MAX_TAKEN_SHARE)))
     quiet_rate, busy_rate = (
         model.capacity(demand, slo, QUICK_REQUESTS).rate for model in (quiet, busy)

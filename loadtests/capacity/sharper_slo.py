@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from crossover.loadtests.capacity.capacity_estimate import server_under_load
 from crossover.loadtests.capacity.capacity_text import common_unit_rate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
@@ -69,7 +70,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
         return ""
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
-    loaded = server.slower(found.factor or 1.0)
+    loaded = server_under_load(server, found)
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):

@@ -51,7 +51,7 @@ _FIELDS = {  # column of a Level -> field of a RequestRecord
     "last": "last_content_seconds",
     "ended": "ended_seconds",
     **{name: name for name in (*_TOKENS, "requested_prompt_tokens", "requested_output_tokens")},
-    **{name: name for name in ("session", "turn", "added_tokens")},
+    **{name: name for name in ("session", "turn", "added_tokens", "engine")},
 }
 
 
@@ -97,6 +97,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     session: Floats  # the conversation that a request is a turn of; nan: none
     turn: Floats  # 0.. within the conversation
     added_tokens: Floats  # prompt tokens that a turn adds to the history
+    engine: Floats  # which of several engines of the server answered, from 1; nan: the only one
     failure: tuple[str | None, ...]  # why a request failed, in one word; None: it did not
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 
@@ -180,6 +181,28 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         times = {name: getattr(self, name) * kept for name in columns}
         window = self.window[0] * kept, self.window[1] * kept
         return msgspec.structs.replace(self, window=window, **times)
+
+    @cached_property
+    def by_engine(self) -> list[Level]:
+        """The requests of each engine of the server as a level; those that no engine answered are
+        left out. The whole level if the server has one engine."""
+        engines = np.unique(self.engine[~np.isnan(self.engine)])
+        if len(engines) < 2:
+            return [self]
+        return [self._only(self.engine == engine) for engine in engines]
+
+    def _only(self, kept: npt.NDArray[np.bool_]) -> Level:
+        """Return the level with some of its requests. `kept`: [requests]."""
+        counts = self.chunk_counts
+        columns = {name: getattr(self, name)[kept] for name in _FIELDS}
+        return msgspec.structs.replace(
+            self,
+            **columns,
+            chunks=self.chunks[np.repeat(kept, counts)],
+            chunk_offsets=np.cumsum([0, *counts[kept]]),
+            failure=tuple(np.array(self.failure, dtype=object)[kept]),
+            backend=tuple(np.array(self.backend, dtype=object)[kept]),
+        )
 
     @property
     def window_seconds(self) -> float:

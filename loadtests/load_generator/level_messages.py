@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from crossover.loadtests.load_generator.target import Target, TargetFacts
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models import formatting

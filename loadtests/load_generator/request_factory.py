@@ -15,7 +15,8 @@ from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.conversation import Conversation
 from crossover.loadtests.load_generator.http_connection import Pool
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
+from crossover.loadtests.load_generator.openai_endpoint import Message, request_bytes
+from crossover.loadtests.load_generator.target import TargetFacts
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.arrivals import due_times
 from crossover.serving.workload.conversations import Session, draw_sessions, mean_turns_of

@@ -162,6 +162,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
     stored_tokens: int | None = None  # of its prompt cache
+    stored_sequence_tokens: int | None = None  # what a sequence in it takes beyond its tokens
     copy_token_seconds: float | None = None  # of a token to or from it
 
     @property
@@ -171,6 +172,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
         return msgspec.structs.replace(
             self.filled(DEFAULT_SETTINGS[self.device or "cpu"]),
             stored_tokens=self.stored_tokens or 0,
+            stored_sequence_tokens=self.stored_sequence_tokens or 0,
             copy_token_seconds=self.copy_token_seconds or 0.0,
         )
 

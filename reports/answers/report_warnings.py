@@ -21,7 +21,7 @@ from crossover.loadtests.capacity.capacity_text import (
     users_words,
 )
 from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
-from crossover.loadtests.load_generator.openai_endpoint import UNCHECKED, TargetFacts, route_words
+from crossover.loadtests.load_generator.target import UNCHECKED, TargetFacts, route_words
 from crossover.loadtests.records.journal_events import (
     CellReady,
     Interrupted,

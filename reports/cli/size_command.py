@@ -7,10 +7,11 @@ crossover size --users 20 --task rag --models 1b --run runs/ID --format page > o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
+from msgspec import Meta
 from rich.console import Console
 
 from crossover.reports.cli.plan_command import (
@@ -38,6 +39,9 @@ class SizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     machines: list[Path] | None = None
     device: list[str] | None = None
     gpu_format: str = "bf16"
+    day: Literal["flat", "people", "office", "night"] = "flat"
+    weekend: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    spares: Annotated[int, Meta(ge=0)] = 0
     format: Literal["text", "markdown", "csv", "json", "page"] = "text"
 
 
@@ -48,6 +52,7 @@ def _size(options: SizeOptions) -> None:
     \b
     crossover size --users 50 --task chat --models 1b,8b
     crossover size --users 20 --task rag --models 1b --run runs/ID
+    crossover size --users 50 --models 8b --day office --weekend 0.2 --spares 1
     crossover size --users 50 --models 8b --format page > offer.html
     """
     # Imported here, so that --help is quick.
@@ -76,6 +81,9 @@ def _size(options: SizeOptions) -> None:
             options.device or DEFAULT_DEVICES,
             slo=slo,
             gpu_format=options.gpu_format,
+            day=options.day,
+            weekend=options.weekend,
+            spares=options.spares,
             report_progress=lambda name, done: progress.tick(f"simulating {name}", done),
         )
     match options.format:

@@ -1,6 +1,7 @@
 """The capacity of a machine that serves several models at the same time, one engine for each.
 
-    capacity = mix_capacity_of([MixPart(service, slo, share=0.7), MixPart(other, slo, share=0.3)])
+    parts = [MixPart(service, slo, share=0.7), MixPart(other, slo, share=0.3)]
+    capacity = mix_capacity_of(parts, [capacity_of(part.service, part.slo) for part in parts])
     capacity.low, capacity.rate       # of all requests together
     capacity.models[0].kept_share     # of what it would serve with the machine to itself
 
@@ -24,7 +25,6 @@ from crossover.reports.devices.device_capacity import (
     DeviceCapacity,
     MixedModel,
     Service,
-    capacity_of,
     simulation_of,
 )
 from crossover.reports.errors import ReportError
@@ -40,10 +40,12 @@ class MixPart(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     share: float
 
 
-def mix_capacity_of(parts: Sequence[MixPart]) -> DeviceCapacity:
+def mix_capacity_of(parts: Sequence[MixPart], unshared: Sequence[DeviceCapacity]) -> DeviceCapacity:
     """Return the capacity of the machine that all parts name, in requests/s of all models. Where it
-    cannot serve them together, its `reason` says why; nothing is raised."""
-    unshared = [capacity_of(part.service, part.slo) for part in parts]
+    cannot serve them together, its `reason` says why; nothing is raised.
+
+    `unshared`: the capacity of the machine with each part by itself (`capacity_of`).
+    """
     grades: set[CapacityGrade] = {capacity.grade for capacity in unshared}
     models = [
         MixedModel(

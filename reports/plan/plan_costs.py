@@ -22,6 +22,7 @@ from crossover.reports.plan.break_even import BreakEven, break_even
 from crossover.reports.plan.buy_or_rent import BuyOrRent, buy_or_rent
 from crossover.reports.plan.cold_start import ColdStart, cold_starts
 from crossover.reports.plan.later_months import Growth, growth_of, totals
+from crossover.reports.plan.mix_alternatives import MixAlternative, mix_alternatives
 from crossover.reports.plan.plan_file import SECONDS_A_DAY, Question
 from crossover.reports.plan.plan_options import (
     Candidate,
@@ -128,6 +129,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cold_starts: tuple[ColdStart, ...] = ()  # of the machines to show, if the plan file asks for it
     models: tuple[PlannedModel, ...] = ()  # of [[models]]; (): the plan is for one model
     mixes: tuple[Mix, ...] = ()  # these models on each machine
+    mix_alternatives: tuple[MixAlternative, ...] = ()  # on the machines to show
 
     @property
     def choice(self) -> Option | None:
@@ -211,6 +213,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
             for candidate in candidates
             if candidate.models
         ),
+        mix_alternatives=tuple(mix_alternatives(question, candidates, rows)),
     )
 
 

@@ -364,8 +364,8 @@ def _mix_candidate(question: Question, served: Sequence[ServedAs]) -> Candidate:
     """Return a machine that serves all models of a question, each as the one in `served`; with the
     smallest number of devices that share a step and have a capacity above 0, as for one model."""
 
-    def with_devices(count: int) -> Candidate:
-        parts = [
+    def parts_on(count: int) -> list[MixPart]:
+        return [
             MixPart(
                 service=Service(
                     machine,
@@ -379,13 +379,22 @@ def _mix_candidate(question: Question, served: Sequence[ServedAs]) -> Candidate:
             )
             for (machine, weight_format), part in zip(served, question.parts, strict=True)
         ]
-        return _candidate(mix_capacity_of(parts), served[0].machine.price_date)
 
+    by_count: list[Candidate] = []
+    unshared: dict[int, DeviceCapacity] = {}  # by the index of the part, with the fewest devices
     for count in TENSOR_PARALLEL_SIZES:
-        candidate = with_devices(count)
-        if candidate.rate:
-            return candidate
-    return with_devices(1)
+        parts = parts_on(count)
+        capacities = [capacity_of(part.service, part.slo) for part in parts]
+        for index, capacity in enumerate(capacities):
+            if index not in unshared or not unshared[index].rate:
+                unshared[index] = capacity
+        mix = mix_capacity_of(parts, capacities)
+        by_count.append(_candidate(mix, served[0].machine.price_date))
+        if mix.rate:
+            break
+    chosen = by_count[-1] if by_count[-1].rate else by_count[0]
+    ordered = tuple(unshared[index] for index in range(len(served)))
+    return msgspec.structs.replace(chosen, unshared=ordered)
 
 
 def _candidate_of_file(question: Question, measured: MeasuredMachine) -> Candidate:

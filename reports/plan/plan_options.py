@@ -72,6 +72,45 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
     spot_dollars_per_hour: float | None = None
     purchase: Purchase | None = None  # None: it cannot be bought
     idle_watts: float | None = None  # None: not known, so the energy of idle hours is not counted
+    # In a plan for several models: what the machine serves of each of them by itself, with as many
+    # devices as that takes.
+    unshared: tuple[DeviceCapacity, ...] = ()
+
+    def with_one_model(self, index: int, *, owned: int) -> Candidate:
+        """Return so many of these machines with one of several models, at the same prices for each
+        device."""
+        capacity = self.unshared[index]
+        ratio = capacity.devices / self.devices
+
+        def times(value: float | None) -> float | None:
+            return None if value is None else value * ratio
+
+        purchase = self.purchase
+        if purchase is not None:
+            purchase = msgspec.structs.replace(
+                purchase,
+                dollars=purchase.dollars * ratio,
+                hosting_dollars_per_month=times(purchase.hosting_dollars_per_month),
+            )
+        return msgspec.structs.replace(
+            self,
+            owned=owned,
+            devices=capacity.devices,
+            low=capacity.low,
+            rate=capacity.rate,
+            high=capacity.high,
+            grade=capacity.grade,
+            reason=capacity.reason,
+            notes=capacity.notes,
+            dollars_per_hour=times(self.dollars_per_hour),
+            reserved_dollars_per_hour=times(self.reserved_dollars_per_hour),
+            spot_dollars_per_hour=times(self.spot_dollars_per_hour),
+            watts=times(self.watts),
+            idle_watts=times(self.idle_watts),
+            purchase=purchase,
+            models=(),
+            unshared=(),
+        )
 
     @property
     def all_terms(self) -> tuple[Terms, ...]:

@@ -10,7 +10,8 @@ Little's law, a machine that serves a rate carries
     users = rate * (seconds of an answer + seconds to think)
 
 where the seconds of an answer are simulated at the machine's capacity. Machines and costs follow
-from the rate of all users by the rule of plans (plan_costs.py), for all hours of a month.
+from the rate of all users by the rule of plans (plan_costs.py). It is the rate of the busiest hour;
+the other hours of a month follow from the shape of the day, as in a plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import msgspec
 
 from crossover.reports.devices.device_capacity import TENSOR_PARALLEL_SIZES, CapacityGrade
 from crossover.reports.devices.device_catalog import find_device
-from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
 from crossover.reports.plan.plan_file import Question
 from crossover.reports.plan.plan_machines import (
     candidate_of_group,
@@ -36,8 +36,9 @@ from crossover.serving.capacity.slo import Slo
 
 # The GPUs of a table unless others are named: of 24, 48 and 80 GB, and the fastest of 80 GB.
 DEFAULT_DEVICES = ("NVIDIA L4", "NVIDIA L40S", "NVIDIA A100 80GB SXM", "NVIDIA H100 SXM")
-# The rate of a question is replaced by that of the users, which depends on the machine.
-ANY_RATE = {"peak_rate": 1.0}
+# In the busiest hour. The forecast of a question is scaled to the users, whose rate depends on the
+# machine.
+UNIT_RATE = {"peak_rate": 1.0}
 
 
 class SizeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,10 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["crossover-size"] = "crossover-size"
     version: Literal[1] = 1
     task: str
-    users: int
+    users: int  # in the busiest hour
+    day: str  # shape of a day
+    weekend: float  # rate in an hour of the weekend relative to that hour on a weekday
+    spares: int  # machines that may fail
     think_seconds: float
     lengths: str
     slo: Slo
@@ -92,10 +96,14 @@ def size(
     *,
     slo: Slo | None = None,
     gpu_format: str = "bf16",
+    day: str = "flat",
+    weekend: float = 1.0,
+    spares: int = 0,
     report_progress: Callable[[str, float], None] = lambda name, done: None,
 ) -> Sizing:
     """Return the table of these models on your machines (tables of [[machines]] of a plan file) and
-    on rented devices. `slo` replaces that of the task.
+    on rented devices. `slo` replaces that of the task; `day`, `weekend` and `spares` are those of a
+    plan file.
 
     `report_progress` is called with what is simulated, and with the share that is done, from 0 to
     1. Raises ReportError.
@@ -108,7 +116,8 @@ def size(
         question = question_of_tables(
             {
                 "model": model,
-                "forecast": ANY_RATE,
+                "forecast": {**UNIT_RATE, "day": day, "weekend": weekend},
+                "spares": spares,
                 "workload": msgspec.to_builtins(task.workload),
                 "machines": list(machines),
                 "devices": list(devices),
@@ -130,6 +139,9 @@ def size(
     return Sizing(
         task=task.name,
         users=users,
+        day=day,
+        weekend=weekend,
+        spares=spares,
         think_seconds=task.mean_think_seconds,
         lengths=questions[0].lengths,
         slo=own_slo,
@@ -205,7 +217,7 @@ def _row(question: Question, candidate: Candidate, team: Team) -> SizeRow:
         return msgspec.structs.replace(row, users_per_machine=users_per_machine)
     turn_seconds = candidate.answer_seconds + team.think_seconds
     carrying = _with_one_user(candidate, turn_seconds)
-    forecast = Forecast(day_loads(DAYS["flat"], peak_rate=team.users / turn_seconds))
+    forecast = question.forecast.scaled(team.users / turn_seconds)
     option = ordered_options(question, [carrying], forecast)[0]
     is_enough = option.certainty == "yes"
     return msgspec.structs.replace(

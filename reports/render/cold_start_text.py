@@ -28,18 +28,19 @@ def cold_start_sentences(cold_starts: Sequence[ColdStart]) -> Iterator[str]:
     if not cold_starts:
         return
     bridged = [start for start in cold_starts if start.bridge and start.bridged_share is not None]
-    if bridged:
-        first = bridged[0]
-        rate = formatting.requests(first.bridge_rate, rounded="down")
+    machines_by_words: dict[tuple[str, str], list[str]] = {}
+    for start in bridged:
+        rate = formatting.requests(start.bridge_rate, rounded="down")
         waits = (
             "nobody waits for a start"
-            if not first.bridged_share
-            else f"{formatting.share(first.bridged_share)} of the requests wait for a start"
+            if not start.bridged_share
+            else f"{formatting.share(start.bridged_share)} of the requests wait for a start"
         )
-        yield (
-            f"While {first.machine} starts ({formatting.duration(first.start_seconds)}), "
-            f"{first.bridge} serves up to {rate}, so {waits}."
-        )
+        duration = formatting.duration(start.start_seconds)
+        bridge = f"{start.bridge} serves up to {rate}, so {waits}"
+        machines_by_words.setdefault((duration, bridge), []).append(start.machine)
+    for (duration, bridge), machines in machines_by_words.items():
+        yield f"While {' or '.join(machines)} starts ({duration}), {bridge}."
     yield (
         "First user waits: until the machine runs and its model is loaded. Requests wait: those "
         "that find the machine stopped, or come while it starts. Stopping: the cost if a machine "

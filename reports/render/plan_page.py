@@ -11,7 +11,12 @@ from crossover.reports.chart_style import svg
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.reports.render.html_page import render_template
-from crossover.reports.render.mix_text import mix_sentences, mix_table
+from crossover.reports.render.mix_text import (
+    alternatives_sentences,
+    alternatives_table,
+    mix_sentences,
+    mix_table,
+)
 from crossover.reports.render.plan_chart import cost_chart
 from crossover.reports.render.plan_text import (
     choice_sentence,
@@ -34,6 +39,8 @@ def plan_page(plan: Plan) -> str:
         comparison=comparison_table(plan),
         mixes=mix_table(plan.mixes_to_show),
         mix_sentences=list(mix_sentences(plan)),
+        alternatives=alternatives_table(plan.mix_alternatives),
+        alternatives_sentences=list(alternatives_sentences(plan.mix_alternatives)),
         cold_starts=cold_start_table(plan.cold_starts),
         cold_start_sentences=list(cold_start_sentences(plan.cold_starts)),
         sentences=list(sentences(plan)),

@@ -21,7 +21,13 @@ from crossover.reports.plan.later_months import MAX_MONTHS, Milestone
 from crossover.reports.plan.plan_costs import Plan
 from crossover.reports.plan.plan_options import Option
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
-from crossover.reports.render.mix_text import mix_sentences, mix_table, model_sentences
+from crossover.reports.render.mix_text import (
+    alternatives_sentences,
+    alternatives_table,
+    mix_sentences,
+    mix_table,
+    model_sentences,
+)
 from crossover.serving.capacity.binding_limit import sentence_of
 
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
@@ -51,6 +57,11 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         if plan.mixes:
             console.print(terminal_table(mix_table(plan.mixes_to_show)))
             for sentence in mix_sentences(plan):
+                console.print(sentence)
+            console.print()
+        if plan.mix_alternatives:
+            console.print(terminal_table(alternatives_table(plan.mix_alternatives)))
+            for sentence in alternatives_sentences(plan.mix_alternatives):
                 console.print(sentence)
             console.print()
         for sentence in [*sentences(plan), "", *explanations(plan)]:

@@ -83,7 +83,6 @@ def as_page(sizing: Sizing) -> str:
         heading=heading(sizing),
         choices=list(_choices(sizing)),
         table=_table(sizing),
-        grades=[row.grade for row in sizing.rows],
         explanations=list(_explanations(sizing)),
     )
 
@@ -141,6 +140,21 @@ def _cost(row: SizeRow) -> str:
     return f"${row.dollars:,.0f}" + (" + energy" if row.energy_unknown else "")
 
 
+def _spares_words(sizing: Sizing) -> str:
+    return "" if not sizing.spares else f", and {sizing.spares} that may fail"
+
+
+def _hours_words(sizing: Sizing) -> str:
+    """Return the hours for which rented machines are paid."""
+    if sizing.day == "flat" and sizing.weekend == 1.0:
+        return "day and night"
+    weekend = f", weekends {formatting.significant(sizing.weekend)} times as busy"
+    return (
+        f"in the hours that need them (the users are those of the busiest hour; day: {sizing.day}"
+        f"{'' if sizing.weekend == 1.0 else weekend})"
+    )
+
+
 def _explanations(sizing: Sizing) -> Iterator[str]:
     """Yield what the numbers rest on."""
     think = formatting.seconds(sizing.think_seconds)
@@ -153,8 +167,9 @@ def _explanations(sizing: Sizing) -> Iterator[str]:
     yield (
         "Users per machine: in brackets the ends of the interval. In nine of ten cases a machine "
         "carries more users than the low end, and in nine of ten fewer than the high end. "
-        "Machines: as many as the low end needs. Cost: rented day and night at list prices; for "
-        "machines that are paid for, their energy while they serve."
+        f"Machines: as many as the low end needs{_spares_words(sizing)}. Cost: rented "
+        f"{_hours_words(sizing)} at list prices; for machines that are paid for, their energy "
+        "while they serve."
     )
     yield (
         "Basis: confirmed, a load level at this rate ran on it; estimated, simulated from times "

@@ -31,7 +31,7 @@ from crossover.serving.metrics import ServerMetrics
 from crossover.serving.option_help import parse_bytes
 from crossover.serving.placement.placement_policy import explain
 from crossover.serving.registry.model_loader import RegistryLimits
-from crossover.serving.registry.prepare_model import Machine, Prepared, prepare
+from crossover.serving.registry.prepare_model import Machine, Prepared, prepare, with_shared_cores
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ServeOptions, models_of
@@ -85,11 +85,12 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
     model_options = models_of(options)
     machine = Machine(options.cache, options.api_cores, log.say, log.progress)
     facts = machine.facts()
-    prepared = [prepare(model, machine, facts) for model in model_options]
+    prepared = with_shared_cores([prepare(model, machine, facts) for model in model_options])
     for model in prepared:
         log.say(*explain(model.placement), model.split.note)
     log.name_models = len(prepared) > 1
-    os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
+    own_split = machine.split(options.cores, options.threads, engines=options.engines)
+    os.sched_setaffinity(0, own_split.api)
 
     def supervisor_of(model: Prepared) -> Supervisor:
         return Supervisor(
@@ -100,6 +101,7 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
                 ttft_seconds=options.ttft_slo_seconds,
             ),
             standby=model.model.standby == "warm",
+            side_by_side=len(model.split.engines) > 1,
             on_event=log.event,
             on_output=log.say,
         )

@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 
+from crossover.reports.plan.plan_costs import make_plan
+from crossover.reports.plan.sizing import size
+from crossover.reports.plan.tasks import task_named
+from crossover.reports.render.plan_page import plan_page
+from crossover.reports.render.size_text import as_page
+from tests.reports.plan.test_mix import box, question_of
+from tests.reports.plan.test_plan import BIG, HERE, SMALL, make_question
 from tests.reports.runs import h200_page, shown_page
 from tests.tools.browser import BROWSER, DARK, LIGHT, run_in_browser
 
@@ -47,12 +54,13 @@ history.replaceState(null, "", "#ttft=ages&tpot=0.123");
 readAddress();
 tell({ kept, nonsense: look(), errors });
 """
-# What is scrolled in a box of its own may be wider than the window.
+# On a desk's screen, a table that is scrolled in a box of its own may be wider than the window.
 LAY_OUT = """
 addEventListener("load", () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
+  const scrolled = innerWidth > 700 ? ".scroll, pre, svg" : "pre, svg";
   const wide = [...document.querySelectorAll("body *")].filter((one) =>
-    !one.closest(".scroll, pre, svg") && one.getBoundingClientRect().right > innerWidth + 1);
+    !one.closest(scrolled) && one.getBoundingClientRect().right > innerWidth + 1);
   const drawn = [...document.querySelectorAll(".chart svg text")].filter((one) =>
     one.textContent && one.getClientRects().length);
   const right = (one) => one.getBoundingClientRect().right;
@@ -139,3 +147,22 @@ def test_a_page_of_two_devices_is_no_wider_than_the_window(width: int, tmp_path:
     assert found["errors"] == [] and found["wide"] == []
     assert found["page"] <= found["window"] <= width
     assert found["map"] <= found["window"] and found["text"] > 6.5
+
+
+def pages() -> dict[str, str]:
+    """Pages with all tables of plans, and one of sizes."""
+    api = {"input": 0.15, "output": 0.6}
+    bought = make_question(1.5, api=api, years=3.0)
+    mixed = question_of(1.5, {})
+    return {
+        "purchase": plan_page(make_plan(bought, [HERE, SMALL, BIG])),
+        "mix": plan_page(make_plan(mixed, [box(2.0, small=2.0, large=1.0)])),
+        "sizes": as_page(size(task_named("chat"), 50, ["8b"], [], ["NVIDIA L4", "NVIDIA L40S"])),
+    }
+
+
+@pytest.mark.parametrize("name", ["purchase", "mix", "sizes"])
+def test_tables_of_plans_and_sizes_are_no_wider_than_a_phone(name: str, tmp_path: Path) -> None:
+    found = run_in_browser(pages()[name], EYES % LAY_OUT, tmp_path, width=390)
+    assert found["errors"] == [] and found["wide"] == []
+    assert found["page"] <= found["window"] <= 390

@@ -22,7 +22,7 @@ from crossover.loadtests.load_generator.find_servers import (
     find_local_servers,
     ports_that_need_a_key,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.reports.answers.first_screen import first_screen_of
 from crossover.reports.answers.model_answers import answers_of

@@ -34,7 +34,10 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
-    spinning: bool = True  # idle threads spin between operators; turn it off on shared cores
+    # Idle threads spin between operators. None: unless another engine runs on their cores, which
+    # then would get less than its part: two models on two cores served 1.6 times as many requests
+    # without (tests/bench/RESULTS.md).
+    spinning: bool | None = None
     flash_attention: bool | None = None  # None: on with at most MAX_FLASH_THREADS threads
 
 
@@ -60,7 +63,8 @@ class OnnxBackend:
         manifest = read_manifest(file.parent)
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        self._session: Any = _session(onnxruntime, file, options, threads)
+        spins = not config.shares_cores if options.spinning is None else options.spinning
+        self._session: Any = _session(onnxruntime, file, options, threads, spins)
         facts = read_facts(self._session, file)
         check_sizes(config, facts.context_tokens, "fp32")
         settings = config.settings
@@ -88,6 +92,7 @@ class OnnxBackend:
                 "graph": graph_kind,
                 "kv_dtype": "fp32",
                 "threads": str(threads),
+                "spinning": str(spins).lower(),
                 "flash_attention": str(_has_flash_attention(options, threads)).lower(),
                 "made_by": "not known" if manifest is None else manifest.generator,
             },
@@ -156,7 +161,7 @@ def _has_flash_attention(options: OnnxOptions, threads: int) -> bool:
     return options.flash_attention
 
 
-def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
+def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int, spins: bool) -> Any:
     """Return an onnxruntime.InferenceSession over the file. Raises OutOfMemory, BrokenWeights."""
     # onnxruntime reads this from the environment when a session is made; it has no setting for it.
     is_disabled = not _has_flash_attention(options, threads)
@@ -165,7 +170,7 @@ def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3  # errors
-    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spins)))
     try:
         return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     except Exception as problem:  # onnxruntime has a class for every kind of broken file

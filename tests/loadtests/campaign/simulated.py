@@ -139,6 +139,7 @@ class Simulated:
     policy: SchedulerSettings | None = SchedulerSettings(
         slots=8, step_tokens=2048, step_seconds_target=None
     )
+    default_slots: int = 16  # of a server that is started without a number
     reported_slots: int | None = None  # by a server that says its slots and nothing else
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
@@ -175,9 +176,10 @@ class Simulated:
         yield Bench(self, state)
 
     def chosen_slots(self, state: CellState) -> int | None:
-        """The slots with which a cell's server is started; None: the campaign does not choose."""
-        is_open = are_slots_open(state.cell, state.campaign)
-        return slots_at_start(state.cell, state.campaign) if is_open else None
+        """The slots of a cell's server; None: the campaign does not choose."""
+        if not are_slots_open(state.cell, state.campaign):
+            return None
+        return slots_at_start(state.cell, state.campaign) or self.default_slots
 
     def server(self, seed: int, start: int = 1, slots: int | None = None) -> Serves:
         if self.serving is not None:

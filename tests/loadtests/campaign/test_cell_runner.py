@@ -477,11 +477,18 @@ def test_the_server_is_started_again_with_the_slots_that_carry_more(tmp_path: Pa
 
 
 def test_fewer_slots_are_chosen_where_more_rows_miss_the_slo(tmp_path: Path) -> None:
-    """Sixteen rows take longer than the SLO allows for a token, and four do not."""
-    world = Simulated(base=0.02, row=0.025, prompt=0.0005)
+    """Sixteen rows take longer than the SLO allows for a token, and four do not. The bursts had
+    more rows than are used then, so that no others are sent."""
+    world = Simulated(base=0.02, row=0.025, prompt=0.0005, default_slots=64)
     folder = world.run(campaign(900, slots=None, ttft=4.0), tmp_path)
-    (choice,) = of_kind(read_records(folder).events, SlotsChosen)
+    check_folder(folder)
+    records = read_records(folder)
+    (choice,) = of_kind(records.events, SlotsChosen)
     assert choice.slots < 16 and choice.rate > 1.1 * choice.previous_rate
+    assert len(world.opened) == 2, "the server is started again once"
+    assert sum(one.plan.is_burst for one in started(folder)) == 2
+    made = of_kind(records.events, Calibrated)
+    assert [one.server and one.server.settings.slots for one in made] == [64, choice.slots]
     assert found_in(folder).estimated_rate == pytest.approx(choice.rate, rel=0.15)
 
 

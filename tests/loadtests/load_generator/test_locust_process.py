@@ -19,7 +19,7 @@ from crossover.loadtests.errors import LevelInterrupted, ServerLost
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.arrivals import Constant, Poisson, due_times

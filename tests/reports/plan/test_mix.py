@@ -6,13 +6,18 @@ import msgspec
 import pytest
 
 from crossover.loadtests.capacity.machine_file import write_machine_file
+from crossover.reports.devices.device_capacity import DeviceCapacity
+from crossover.reports.plan.load_forecast import HOURS_A_MONTH
+from crossover.reports.plan.mix_alternatives import MixAlternative, mix_alternatives
 from crossover.reports.plan.plan_costs import Plan, make_plan
-from crossover.reports.plan.plan_file import BadPlan
+from crossover.reports.plan.plan_file import BadPlan, Question
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
-from crossover.reports.plan.plan_options import Candidate
+from crossover.reports.plan.plan_options import Candidate, ordered_options
+from crossover.reports.render.mix_text import alternatives_sentences
 from crossover.reports.render.plan_page import plan_page
 from crossover.reports.render.plan_text import as_json, as_text
 from tests.loadtests.capacity.machine_files import machine_file
+from tests.reports.plan.test_plan import machine
 
 ROUTER = [{"model": "135m", "share": 0.7}, {"model": "360m", "share": 0.3}]
 SHORT = {"prompt_tokens": 64, "output_tokens": 16}
@@ -165,3 +170,97 @@ def test_a_contradiction_in_the_models_is_refused_by_name(
     with pytest.raises(BadPlan) as caught:
         question_of_tables({"forecast": {"peak_rate": 1.0}, "models": ROUTER, **change}, Path())
     assert message in str(caught.value)
+
+
+def capacity(low: float, **more: object) -> DeviceCapacity:
+    return DeviceCapacity(device="box", grade="predicted", low=low, rate=low, high=low, **more)  # type: ignore[arg-type]
+
+
+def box(shared: float, small: float, large: float, **more: object) -> Candidate:
+    """A machine with these capacities: of both models, and of each by itself."""
+    unshared = (capacity(small), capacity(large))
+    return machine("box", shared, shared, shared, 1.0, unshared=unshared, **more)
+
+
+def question_of(rate: float, more: dict[str, object]) -> Question:
+    tables = {"forecast": {"peak_rate": rate}, "models": ROUTER, "workload": SHORT, **more}
+    return question_of_tables(tables, Path())
+
+
+def alternative(rate: float, candidate: Candidate, **more: object) -> MixAlternative:
+    question = question_of(rate, more)
+    options = ordered_options(question, [candidate], question.forecast)
+    (found,) = mix_alternatives(question, [candidate], options)
+    return found
+
+
+def words(found: MixAlternative) -> str:
+    return " ".join(alternatives_sentences([found]))
+
+
+def test_machines_for_all_models_and_for_each_cost_what_was_computed_by_hand() -> None:
+    """1.5 requests/s: 1.05/s of the small model and 0.45/s of the large one."""
+    found = alternative(1.5, box(2.0, small=2.0, large=1.0))
+    assert (found.shared.machines, found.shared.dollars) == (1, HOURS_A_MONTH)
+    assert (found.separate.machines, found.separate.dollars) == (2, 2 * HOURS_A_MONTH)
+    assert found.separate.busy_shares == pytest.approx((1.05 / 2.0, 0.45 / 1.0))
+    assert found.largest_model == "smollm2-360m" and found.largest is not None
+    assert (found.largest.machines, found.largest.dollars) == (2, 2 * HOURS_A_MONTH)
+    text = words(found)
+    assert (
+        "all models on each cost $730 a month less" in text
+        and "busy for only 52 % and 45 %" in text
+    )
+    assert "smollm2-360m for all requests would cost $730 a month more" in text
+
+
+def test_models_that_slow_each_other_down_are_cheaper_on_machines_of_their_own() -> None:
+    found = alternative(1.5, box(0.4, small=2.0, large=2.0))
+    assert (found.shared.machines, found.separate.machines) == (4, 2)
+    assert "a machine for each model costs $1,461 a month less" in words(found)
+    assert "smollm2-360m for all requests costs no more" in words(found)
+
+
+def test_spares_are_for_each_model_where_it_has_machines_of_its_own() -> None:
+    found = alternative(1.5, box(2.0, small=2.0, large=1.0), spares=1)
+    assert (found.shared.machines, found.separate.machines) == (2, 4)
+
+
+def test_your_machines_are_divided_among_the_models_and_further_ones_are_rented() -> None:
+    """Yours costs nothing here, since it takes no power; the second one is rented."""
+    yours = box(2.0, small=2.0, large=1.0, owned=1, watts=0.0)
+    found = alternative(1.5, yours)
+    assert (found.shared.machines, found.shared.dollars) == (1, 0.0)
+    assert (found.separate.machines, found.separate.dollars) == (2, HOURS_A_MONTH)
+
+
+def test_models_that_do_not_fit_together_need_a_machine_for_each() -> None:
+    full = box(0.0, small=2.0, large=1.0, reason="the models need 9 GiB together, box has 8 GiB")
+    found = alternative(1.5, msgspec.structs.replace(full, rate=None, low=None, high=None))
+    assert (found.shared.certainty, found.separate.machines) == ("no", 2)
+    assert "only with a machine for each model (the models need 9 GiB together" in words(found)
+
+
+def test_a_model_by_itself_needs_fewer_cards_at_the_price_of_each() -> None:
+    """Both need two cards that share a step, one of them one card."""
+    pair = box(2.0, small=2.0, large=1.0, devices=2)
+    pair = msgspec.structs.replace(pair, dollars_per_hour=2.0)
+    found = alternative(1.5, pair)
+    assert found.shared.dollars == pytest.approx(2 * HOURS_A_MONTH)
+    assert found.separate.dollars == pytest.approx(2 * HOURS_A_MONTH)
+
+
+def test_models_with_other_requests_have_no_row_of_the_largest_for_all() -> None:
+    own = [ROUTER[0], {**ROUTER[1], "slo": "batch"}]
+    assert alternative(1.5, box(2.0, small=2.0, large=1.0), models=own).largest is None
+
+
+def test_the_capacities_of_the_alternatives_are_those_of_plans_for_one_model(
+    tmp_path: Path, router: tuple[Candidate, Plan]
+) -> None:
+    mix, made = router
+    for own, keys in zip(mix.unshared, ROUTER, strict=True):
+        alone = candidate_of({"model": keys["model"], "machines": [measured(tmp_path)]})
+        assert (own.low, own.rate) == pytest.approx((alone.low, alone.rate))
+    assert "a machine for each" in as_text(made, 200)
+    assert "a machine for each" in plan_page(made)

@@ -16,11 +16,12 @@ import pytest
 
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import LoadFailed, Unavailable
+from crossover.serving.hardware.machine_facts import allowed_cores
 from crossover.serving.metrics import ServerMetrics
 from crossover.serving.placement.placement_policy import NoPlacement
 from crossover.serving.registry import served_model
 from crossover.serving.registry.model_loader import RegistryLimits
-from crossover.serving.registry.prepare_model import Machine, prepare
+from crossover.serving.registry.prepare_model import Machine, prepare, with_shared_cores
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ModelOptions
@@ -367,3 +368,18 @@ def test_a_bridge_needs_memory_and_can_be_turned_off(
                 assert estimate(supervisor.configs[0]) == seconds
 
     run(scenario())
+
+
+@pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores")
+def test_engines_are_told_whether_another_model_has_their_cores() -> None:
+    first, second = allowed_cores()[:2]
+    prepared = with_shared_cores(
+        [
+            prepare(msgspec.structs.replace(model(name), cores=str(core)), Machine())
+            for name, core in (("a", first), ("b", first), ("c", second))
+        ]
+    )
+    shared = {one.name: [config.shares_cores for config in one.configs] for one in prepared}
+    assert shared == {"a": [True], "b": [True], "c": [False]}
+    (alone,) = with_shared_cores(prepared[:1])
+    assert not alone.shares_cores

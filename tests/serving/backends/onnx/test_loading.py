@@ -45,6 +45,18 @@ def test_settings_that_the_graph_cannot_do_are_refused(make: Make) -> None:
         make(folder, device="gpu")
 
 
+@pytest.mark.parametrize(
+    ("spinning", "shares_cores", "spins"),
+    [(None, False, "true"), (None, True, "false"), (True, True, "true"), (False, False, "false")],
+)
+def test_threads_spin_unless_another_engine_shares_their_cores(
+    make: Make, spinning: bool | None, shares_cores: bool, spins: str
+) -> None:
+    options = {"spinning": spinning}
+    backend = make(onnx_folder("llama-fp32"), options=options, shares_cores=shares_cores)
+    assert backend.info.details["spinning"] == spins
+
+
 def test_damaged_files_are_named(make: Make, tmp_path: Path) -> None:
     folder = onnx_folder("llama-fp32")
     cut = Path(shutil.copytree(folder, tmp_path / "cut"))

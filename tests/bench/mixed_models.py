@@ -1,0 +1,255 @@
+"""Two models on one machine: the capacity that a plan predicts for them, against levels of load.
+
+    python -m tests.bench.mixed_models runs/mix --levels 3
+    python -m tests.bench.mixed_models runs/mix --levels 3        # adds levels to these
+    python -m tests.bench.mixed_models runs/mix --shares 0 1 --levels 2      # the large one alone
+
+The first call calibrates each model by itself (`crossover calibrate`). The prediction is that of a
+plan with `[[models]]` for this machine.json. Then one `crossover serve` serves both models, and two
+load generators send each its share of the requests at the same time, at rates that are these parts
+of the prediction. The measured capacity is the total rate at which the first of the models falls
+below the target, interpolated between levels. Every level is kept in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.machine_of_run import machine_of_run
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.capacity.machine_file import write_machine_file
+from crossover.loadtests.cli.calibrate_command import CalibrateOptions, plan_of
+from crossover.loadtests.cli.one_level import measure
+from crossover.loadtests.host.child_processes import Child, last_line
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.load_generator.level_messages import LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.level_plan import LevelPlan
+from crossover.loadtests.records.run_folder import read_records
+from crossover.reports.devices.device_capacity import DeviceCapacity
+from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.server_options import arguments
+from crossover.serving.workload.request_lengths import Workload
+from tests.bench.paired import parser_of
+
+BACKEND, SLOTS = "onnx", 8
+CONTEXT_TOKENS = 2048  # of `crossover calibrate`
+WORKLOAD = Workload(preset="sharegpt", max_prompt_tokens=64, max_output_tokens=16)
+SLO = Slo("mix", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
+WARMUP_SECONDS, FOLLOW_SECONDS = 10.0, 10.0
+READY_SECONDS = 300.0
+STEP = 1.2  # between rates, until the capacity is between two of them
+
+
+class MeasuredLevel(msgspec.Struct, frozen=True):
+    """A level of load of one model, beside those of the others."""
+
+    total_rate: float  # requests/s of all models, as they came
+    model: str
+    shares: tuple[float, ...]
+    rate: float  # of this model, as they came
+    due: int
+    attainment: float
+    median_ttft_seconds: float
+    median_tpot_seconds: float
+
+
+def calibrated(models: Sequence[str], folder: Path) -> Path:
+    """Return the machine file with each of the models measured by itself."""
+    file = folder / "machine.json"
+    if not file.exists():
+        options = CalibrateOptions(models=tuple(models), backend=BACKEND, slots=SLOTS)
+        with Progress() as progress:
+            run_folder = run(plan_of(options), folder, progress)
+        machine_file, left_out = machine_of_run(read_records(run_folder))
+        if left_out:
+            raise SystemExit(left_out[0])
+        write_machine_file(file, machine_file)
+    return file
+
+
+def predicted(models: Sequence[str], shares: Sequence[float], file: Path) -> DeviceCapacity:
+    """Return the capacity that a plan gives this machine for the models that have a share."""
+    mix = [
+        {"model": model, "share": share}
+        for model, share in zip(models, shares, strict=True)
+        if share
+    ]
+    what: dict[str, object] = {"models": mix} if len(mix) > 1 else {"model": mix[0]["model"]}
+    slo = {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds, "target": SLO.target}
+    tables = what | {
+        "forecast": {"peak_rate": 0.1},
+        "devices": [],
+        "workload": msgspec.to_builtins(WORKLOAD),
+        "slo": slo,
+        "machines": [{"file": str(file.resolve())}],
+    }
+    (capacity,) = candidates_of(question_of_tables(tables, file.parent))
+    return capacity
+
+
+@contextlib.contextmanager
+def serving(models: Sequence[str], options: Sequence[str], folder: Path) -> Iterator[str]:
+    """Inside, one server serves all models. Gives its URL."""
+    ready_file, log = folder.resolve() / "ready.json", folder / "server.log"
+    ready_file.unlink(missing_ok=True)
+    settings = {
+        "backend": BACKEND,
+        "slots": SLOTS,
+        "context_tokens": CONTEXT_TOKENS,
+        "port": 0,
+        "sampling_defaults": "openai",
+        "ready_file": ready_file,
+    }
+    command = [sys.executable, "-m", "crossover", "serve", *arguments(settings), *options]
+    child = Child([*command, "--", *models], log=log)
+    try:
+        until = time.monotonic() + READY_SECONDS
+        while not ready_file.exists():
+            if child.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the server is not ready: {last_line(log)}")
+            time.sleep(0.1)
+        yield msgspec.json.decode(ready_file.read_bytes())["url"]
+    finally:
+        child.stop()
+
+
+def measure_together(
+    url: str, models: Sequence[str], rates: Sequence[float], seconds: float, seed: int
+) -> list[Level]:
+    """Send each model its rate at the same time, and return the level of each."""
+    loads = [
+        LoadPlan(
+            target=Target(url=url, model=model),
+            plan=LevelPlan(
+                rate=rate,
+                warmup_seconds=WARMUP_SECONDS,
+                window_seconds=seconds,
+                seed=seed + number,
+            ),
+            workload=WORKLOAD,
+            follow_seconds=FOLLOW_SECONDS,
+            level=model,
+        )
+        for number, (model, rate) in enumerate(zip(models, rates, strict=True))
+    ]
+    with ThreadPoolExecutor(len(loads)) as pool:
+        return list(pool.map(measure, loads))
+
+
+def measured_level(
+    level: Level, model: str, total: float, shares: Sequence[float]
+) -> MeasuredLevel:
+    judged = level.judge(SLO)
+    return MeasuredLevel(
+        total_rate=total,
+        model=model,
+        shares=tuple(shares),
+        rate=level.achieved_rate,
+        due=judged.due,
+        attainment=judged.share or 0.0,
+        median_ttft_seconds=level.quantile(level.ttft, 0.5) or 0.0,
+        median_tpot_seconds=level.quantile(level.tpot, 0.5) or 0.0,
+    )
+
+
+def crossing(levels: Sequence[MeasuredLevel]) -> float | None:
+    """Return the total rate at which a model falls below the target, interpolated between its
+    levels; None: it is not between two of them."""
+    if not levels:
+        return None
+    ordered = sorted(levels, key=lambda level: level.total_rate)
+    # What a higher rate attains, a lower one attains too.
+    attained = np.maximum.accumulate([level.attainment for level in ordered][::-1])
+    logs = np.log([level.total_rate for level in ordered])[::-1]
+    if not attained[0] < SLO.target <= attained[-1]:
+        return None
+    return float(np.exp(np.interp(SLO.target, attained, logs)))
+
+
+def next_rate(levels: Sequence[MeasuredLevel], first: float) -> float:
+    """Return the rate of the next level: between the highest at which all models met the target and
+    the lowest above it at which one did not, or further in the one direction."""
+    attained: dict[float, float] = {}  # by total rate, of the model that attained least
+    for level in levels:
+        attained[level.total_rate] = min(level.attainment, attained.get(level.total_rate, 1.0))
+    missed = [rate for rate, share in attained.items() if share < SLO.target]
+    met = [rate for rate, share in attained.items() if share >= SLO.target]
+    if not attained:
+        return first
+    if not missed:
+        return max(met) * STEP
+    lower = [rate for rate in met if rate < min(missed)]
+    return math.sqrt(max(lower) * min(missed)) if lower else min(missed) / STEP
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m", "smollm2-360m"])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.7, 0.3])
+    parser.add_argument("--levels", type=int, default=0, help="to add")
+    parser.add_argument("--level-seconds", type=float, default=120.0)
+    parser.add_argument("--option", nargs="*", default=[], help="of the engines, as `serve` has it")
+    options = parser.parse_args()
+    folder, models, shares = options.folder, options.models, options.shares
+    folder.mkdir(parents=True, exist_ok=True)
+    capacity = predicted(models, shares, calibrated(models, folder))
+    print(f"predicted: {capacity.low:.3g} to {capacity.high:.3g}, expected {capacity.rate:.3g}/s")
+    for part in capacity.models:
+        print(
+            f"  {part.model} {part.weight_format}: {part.rate:.3g}/s of {part.unshared_rate:.3g}/s "
+            f"by itself; steps take {part.slowdown:.2f} times as long"
+        )
+    file = folder / "levels.json"
+    kept = msgspec.json.decode(file.read_bytes(), type=list[MeasuredLevel]) if file.exists() else []
+    used = [(model, share) for model, share in zip(models, shares, strict=True) if share]
+    if options.levels:
+        with serving(models, [f"--option={one}" for one in options.option], folder) as url:
+            for _ in range(options.levels):
+                of_mix = [level for level in kept if list(level.shares) == shares]
+                total = next_rate(of_mix, capacity.rate or 0.0)
+                print(f"next level: {total:.3g}/s", flush=True)
+                levels = measure_together(
+                    url,
+                    [model for model, _ in used],
+                    [total * share for _, share in used],
+                    options.level_seconds,
+                    seed=1 + 10 * len(kept),
+                )
+                came = sum(level.achieved_rate for level in levels)
+                kept += [
+                    measured_level(level, model, came, shares)
+                    for level, (model, _) in zip(levels, used, strict=True)
+                ]
+                file.write_bytes(msgspec.json.format(msgspec.json.encode(kept)))
+    of_mix = [level for level in kept if list(level.shares) == shares]
+    crossings = []
+    for model, _ in used:
+        own = [level for level in of_mix if level.model == model]
+        for level in sorted(own, key=lambda level: level.total_rate):
+            print(
+                f"{model}: {level.total_rate:.3g}/s in all, {level.rate:.3g}/s of it: "
+                f"{level.attainment:.1%} of {level.due}, TTFT {level.median_ttft_seconds:.3g} s, "
+                f"TPOT {1000 * level.median_tpot_seconds:.3g} ms"
+            )
+        crossings.append(crossing(own))
+        print(f"{model}: falls below {SLO.target:.0%} at {crossings[-1]}")
+    if known := [rate for rate in crossings if rate is not None]:
+        error = (capacity.rate or 0.0) / min(known) - 1
+        print(f"measured: {min(known):.3g}/s; predicted {capacity.rate:.3g}/s, {error:+.0%}")
+
+
+if __name__ == "__main__":
+    main()
