@@ -16,11 +16,11 @@ import pytest
 
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import LoadFailed, Unavailable
+from crossover.serving.hardware.machine_facts import allowed_cores
 from crossover.serving.metrics import ServerMetrics
 from crossover.serving.placement.placement_policy import NoPlacement
 from crossover.serving.registry import served_model
 from crossover.serving.registry.model_loader import RegistryLimits
-from crossover.serving.hardware.machine_facts import allowed_cores
 from crossover.serving.registry.prepare_model import Machine, prepare, with_shared_cores
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
