@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
-from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
+from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate, server_under_load
 from crossover.loadtests.capacity.capacity_text import common_rate, limit
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
@@ -53,7 +53,6 @@ from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun
 from crossover.serving.capacity.simulated_capacity import (
-    LOADED,
     QUICK_REQUESTS,
     Demand,
     Server,
@@ -172,6 +171,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     device: str | None  # "cpu" or "gpu", which served; None: not known, as for an endpoint
     engine: str = ""  # name of another project's engine; "": one of our backends served
     slots: int | None = None
+    engines: int = 1  # that serve from one queue, each with these slots
     cores: int | None = None  # of the engine, if the campaign measured several numbers of cores
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
@@ -524,7 +524,7 @@ def _cell_of(
     if capacity is None and levels:
         capacity = estimate(levels, slo, server, demand, min_level_seconds=min_level_seconds)
     if server is not None:
-        server = server.slower((capacity and capacity.factor) or LOADED)
+        server = server_under_load(server, capacity)
     cores = entry.get("cores")
     identity = _identity_of(entry)
     never_quiet = _last(events, NeverQuiet)
@@ -542,6 +542,7 @@ def _cell_of(
         device=device,
         engine=str(entry.get("engine") or ""),
         slots=info.slots or (slots_choice and slots_choice.slots) or entry.get("slots"),
+        engines=info.engines or 1,
         cores=cores if isinstance(cores, int) else None,
         state=state,
         reason=reason,

@@ -6,7 +6,8 @@
     text = server.exposition()
 
 Times are in seconds, as the API process sees them, except for queue and prefill times, which the
-engine measures. A request with `n` choices counts as n sequences. Unknown values are omitted.
+engine measures; the wait for one of several engines is part of the queue time. A request with `n`
+choices counts as n sequences. Unknown values are omitted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ HISTOGRAMS: dict[str, str] = {
     "inter_token_latency_seconds": "Gap between two deltas of one sequence",
     "request_time_per_output_token_seconds": "Mean time per output token of a sequence",
     "e2e_request_latency_seconds": "From the request's arrival to its last token",
-    "request_queue_time_seconds": "From arrival in the engine to the first step",
+    "request_queue_time_seconds": "From the request's arrival to its first step",
     "request_prefill_time_seconds": "From the first step to the first token",
     "step_seconds": "One scheduler step of the engine",
     "step_backend_seconds": "The backend's share of one step",
@@ -73,12 +74,19 @@ def _stats(supervisor: Supervisor) -> StepStats:
 def _kv_share(supervisor: Supervisor) -> float | None:
     if supervisor.ready is None:
         return None
-    pool_tokens = supervisor.ready.info.settings.pool_tokens
+    pool_tokens = _of_all_engines(supervisor, supervisor.ready.info.settings.pool_tokens)
     return _stats(supervisor).kv_used_tokens / max(1, pool_tokens)
 
 
 def _slots(supervisor: Supervisor) -> int | None:
-    return None if supervisor.ready is None else supervisor.ready.info.settings.slots
+    if supervisor.ready is None:
+        return None
+    return _of_all_engines(supervisor, supervisor.ready.info.settings.slots)
+
+
+def _of_all_engines(supervisor: Supervisor, of_one: int) -> int:
+    """Return what the engines that serve have together, from what one of them has."""
+    return of_one * max(1, len(supervisor.requests.engines))
 
 
 def _of_prompt_cache(name: str) -> Callable[[Supervisor], float | None]:
@@ -127,7 +135,8 @@ SCRAPED_GAUGES: dict[str, Scraped] = {
     ),
     "num_requests_waiting": Scraped("Sequences waiting for a slot", lambda it: _stats(it).waiting),
     "kv_cache_usage_perc": Scraped("Share of the KV cache in use, 0 to 1", _kv_share),
-    "engine_slots": Scraped("Sequences at once", _slots),
+    "engine_slots": Scraped("Sequences at once, on all engines that serve", _slots),
+    "engines_serving": Scraped("Engines that serve", lambda it: len(it.requests.engines)),
     "prompt_cache_used_bytes": Scraped(
         "Memory of the stored KV beyond the slots", _of_prompt_cache("used_bytes")
     ),

@@ -17,7 +17,7 @@ from crossover.loadtests.campaign.campaign_file import (
     SloSpec,
     ThirdPartyEngine,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.serving.option_help import texts_of
 from crossover.serving.workload.arrivals import Arrivals
 from crossover.serving.workload.request_lengths import Workload

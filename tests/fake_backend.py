@@ -11,13 +11,18 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
+from crossover.serving.backends.backend_interface import (
+    BackendInfo,
+    EngineConfig,
+    Saved,
+    parse_options,
+)
 from crossover.serving.errors import (
     BackendUnavailable,
     EngineFailed,
@@ -88,14 +93,8 @@ class FakeOptions(msgspec.Struct, frozen=True):
     fail_after_steps: int = 0  # when a running failure strikes
     token_bytes: int = 8  # that it exports of each token
     rewinds: bool = True  # False: as with a recurrent state, a slot goes back only to a checkpoint
+    saved_bytes: int = 8  # of that state, in checkpoints and in what it exports
     fail_once_file: str | None = None  # fail only if this file does not exist, and make it
-
-
-class SavedHash(NamedTuple):
-    """See crossover.serving.backends.backend_interface.Saved."""
-
-    tokens: int
-    state: int
 
 
 class FakeBackend:
@@ -137,7 +136,7 @@ class FakeBackend:
             rewinds=options.rewinds,
             why_not_rewinds="" if options.rewinds else "the fake backend was told so",
             has_checkpoints=not options.rewinds,
-            has_export=options.rewinds,
+            has_export=True,
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -188,26 +187,35 @@ class FakeBackend:
         self._check_rewind(slot, tokens)
         del self._kv[slot][tokens + 1 :]
 
-    def save(self, slot: int) -> SavedHash:
+    def save(self, slot: int) -> Saved:
         assert not self.info.rewinds
-        return SavedHash(len(self._kv[slot]) - 1, self._kv[slot][-1])
+        data = np.zeros(self._options.saved_bytes, np.uint8)
+        data[:8] = np.array([self._kv[slot][-1]], np.uint64).view(np.uint8)
+        return Saved(len(self._kv[slot]) - 1, data)
 
-    def restore(self, slot: int, saved: SavedHash, source: int) -> None:
-        assert self._kv[source][saved.tokens] == saved.state, "the source began otherwise"
+    def restore(self, slot: int, saved: Saved, source: int) -> None:
+        state = int(saved.data[:8].view(np.uint64)[0])
+        assert self._kv[source][saved.tokens] == state, "the source began otherwise"
         self._kv[slot] = self._kv[source][: saved.tokens + 1]
 
     def state_bytes(self, tokens: int) -> int:
-        return tokens * self._options.token_bytes
+        state_bytes = 0 if self.info.rewinds else self._options.saved_bytes
+        return tokens * self._options.token_bytes + state_bytes
+
+    def saved_bytes(self, tokens: int) -> int:
+        return self._options.saved_bytes
 
     def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
         states = np.array(self._kv[slot][1:], np.uint64)
         size_bytes = self.state_bytes(len(states))
-        rows = buffer[:size_bytes].reshape(len(states), self._options.token_bytes)
+        rows = buffer[: len(states) * self._options.token_bytes].reshape(len(states), -1)
         rows[:, :8] = states.view(np.uint8).reshape(-1, 8)
         return size_bytes
 
     def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
-        rows = data.reshape(-1, self._options.token_bytes)[:tokens, :8]
+        rows = data[: len(data) - self.state_bytes(0)].reshape(-1, self._options.token_bytes)
+        assert self.info.rewinds or tokens == len(rows), "its state is that of all tokens"
+        rows = rows[:tokens, :8]
         self._kv[slot] = [0, *np.ascontiguousarray(rows).view(np.uint64).ravel().tolist()]
 
     def _check_rewind(self, slot: int, tokens: int) -> None:

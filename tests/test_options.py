@@ -18,7 +18,7 @@ from crossover.loadtests.campaign.campaign_file import (
 from crossover.loadtests.cli.calibrate_command import CalibrateOptions
 from crossover.loadtests.cli.compare_command import CompareOptions
 from crossover.loadtests.cli.load_command import CommandOptions
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.reports.cli.atlas_command import AtlasOptions
 from crossover.reports.cli.plan_command import PlanOptions
 from crossover.reports.cli.quick_command import QuickOptions

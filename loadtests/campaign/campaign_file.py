@@ -32,7 +32,7 @@ from msgspec import Meta
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
 from crossover.loadtests.errors import BadCampaign, LoadError
 from crossover.loadtests.load_generator.endpoint_access import literal_faults, variables_of
-from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.loadtests.load_generator.target import Target, check_target
 from crossover.models.errors import UnsupportedModel, printable
 from crossover.models.identity.identify_model import (
     ModelIdentity,
@@ -105,8 +105,10 @@ class ServerSettings(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fi
         The settings in `gpu` replace all others, so that slots set for the CPU do not limit the
         GPU. Only the context is that of the CPU if `gpu` does not set one.
         """
-        if device != "gpu" or self.gpu is None:
+        if device != "gpu":
             return self.scheduler
+        if self.gpu is None:  # several engines are of the CPU
+            return msgspec.structs.replace(self.scheduler, engines=None)
         context_tokens = self.gpu.context_tokens or self.context_tokens
         return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
@@ -398,6 +400,13 @@ def _choice_faults(file: CampaignFile) -> Iterator[str]:
         )
     if AUTO in file.models and (len(file.models) > 1 or file.engines):
         yield "models = ['auto'] cannot be combined with other models or with engines"
+    if (file.server.engines or 1) > 1 and file.engines:
+        yield (
+            f"server.engines = {file.server.engines} is of Crossover's own engines: measure those "
+            "of [[engines]] in a campaign of their own"
+        )
+    if file.server.gpu is not None and (file.server.gpu.engines or 1) > 1:
+        yield "server.gpu.engines: a GPU runs one engine. Remove the key"
     if BEST in (file.backends or ()) and file.server.options:
         yield f"{BEST!r} chooses among several engines, so server.options must not be set"
     if file.backends == [] and not file.engines and file.target is None:

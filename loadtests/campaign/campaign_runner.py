@@ -334,6 +334,7 @@ class CampaignSession:
         details = (
             capacity_text.disturbance_words(capacity, unit_rate),
             capacity_text.contradiction_words(capacity, unit_rate),
+            capacity_text.check_words(capacity),
             users and f"{users}.",
             capacity_text.reuse_words(capacity, unit_rate),
             capacity.advice,

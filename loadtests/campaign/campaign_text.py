@@ -31,7 +31,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     campaign, cells = campaign_of(run.manifest)
     measured = levels_of(run)
     is_complete = run.events and isinstance(run.events[-1], journal.RunFinished)
-    bursts = sum(level.is_burst for level in measured)
+    bursts = sum(level.has_chosen_requests for level in measured)
     console.print(
         f"run {run.manifest.run_id}: {'complete' if is_complete else 'not complete'}, "
         f"{len(measured) - bursts} levels, {bursts} bursts, "
@@ -159,6 +159,7 @@ def _show_cell(
         console.print(capacity_text.capacity_in_words(capacity, unit_rate))
         details = (
             capacity.reason,
+            capacity_text.check_words(capacity),
             capacity_text.speed_words(capacity),
             capacity_text.users_words(capacity),
             capacity_text.reuse_words(capacity),

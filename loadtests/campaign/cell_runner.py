@@ -31,14 +31,15 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.capacity.calibration_bursts import calibrate, request_seconds
-from crossover.loadtests.capacity.capacity_estimate import estimate
+from crossover.loadtests.capacity.capacity_estimate import estimate, server_under_load
 from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
     measured_template_tokens,
 )
-from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.capacity.sharper_slo import advice, what_single_requests_meet
+from crossover.loadtests.capacity.unloaded_check import requests_to_check
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.levels.disturbance import disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
@@ -58,7 +59,7 @@ from crossover.serving.capacity.simulated_capacity import (
     lengths_of,
 )
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.slot_count import best_slots
+from crossover.serving.capacity.slot_count import best_slots, with_slots
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
@@ -108,6 +109,7 @@ class CellRun:
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
+                    self._keep_unit(capacity_of(state))
                     last = self._measure()
                 if isinstance(last, StopMeasuring):
                     break
@@ -134,10 +136,18 @@ class CellRun:
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
         """Return the capacity with the estimates for less prefix caching and, if the SLO makes
-        the interval wide, advice about another SLO."""
+        the interval wide or there is no capacity, advice about another SLO."""
         calibrated = self.state.calibrated
         if calibrated is None or calibrated.server is None:
-            return capacity
+            if not capacity.is_none:
+                return capacity
+            single_streams = [
+                level.undisturbed
+                for level in self.state.counted_levels
+                if level.is_single_stream and level.counts
+            ]
+            words = what_single_requests_meet(single_streams, self.slo)
+            return msgspec.structs.replace(capacity, advice=words)
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),
@@ -212,6 +222,7 @@ class CellRun:
     def _keep_unit(self, capacity: journal.Capacity) -> float | None:
         """Return the rate in whose unit all rates of this cell are written: the first estimate."""
         self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
+        self.bench.unit_rate = self.unit_rate
         return self.unit_rate
 
     def _calibrate(self, seconds: float) -> None:
@@ -228,6 +239,12 @@ class CellRun:
         }
         until_seconds = self.cell_block.until_seconds
         kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
+        # What the server took with fewer slots, for steps with few rows.
+        earlier_bursts = [
+            level.undisturbed
+            for name, level in recorded_bursts.items()
+            if not name.startswith(f"{state.key}#{kind}.")
+        ]
         number = 0
 
         def send(burst: Burst) -> Level:
@@ -249,10 +266,12 @@ class CellRun:
         single_streams = [
             level.undisturbed for level in state.counted_levels if level.is_single_stream
         ]
-        slots = self.bench.slots if policy is None else policy.slots
+        # Of all engines, so that a burst fills the slots of each.
+        slots = self.bench.slots if policy is None else policy.slots * policy.engines
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
-        calibration = calibrate(send, workload, slots, seconds, single_streams, experts)
+        known_levels = [*single_streams, *earlier_bursts]
+        calibration = calibrate(send, workload, slots, seconds, known_levels, experts)
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
@@ -293,6 +312,8 @@ class CellRun:
         state, calibrated = self.state, self.state.calibrated
         if self.max_slots is None or state.slots_choice is not None:
             return
+        if capacity_of(state).state == "misses_slo_unloaded":
+            return
         if calibrated is None or calibrated.server is None:
             return
         self.progress.tick(f"{state.key}: simulating other numbers of slots")
@@ -303,9 +324,11 @@ class CellRun:
             doubling_cost=spec_of(state.cell.backend).slot_doubling_cost,
         )
         is_change = choice.is_worth_a_restart
+        has_fewer = choice.slots < choice.present_slots
         left_seconds = self.cell_block.until_seconds - state.spent_seconds
         load_seconds = (state.ready and state.ready.load_seconds) or 0.0
-        if is_change and left_seconds < load_seconds + RECALIBRATION_SECONDS:
+        calibration_seconds = 0.0 if has_fewer else RECALIBRATION_SECONDS
+        if is_change and left_seconds < load_seconds + calibration_seconds:
             return
         state.record(
             journal.SlotsChosen(
@@ -316,6 +339,10 @@ class CellRun:
                 previous_rate=choice.present_rate,
             )
         )
+        if is_change and has_fewer:  # the bursts had more rows than its steps will have
+            settings = with_slots(calibrated.server.settings, choice.slots)
+            server = msgspec.structs.replace(calibrated.server, settings=settings)
+            state.record(journal.Calibrated(cell=state.key, spent_seconds=0.0, server=server))
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
         """Return how much of the histories of conversations the server found in its cache, and in
@@ -353,24 +380,41 @@ def cell_progress(
     """Return what is recorded about a cell, as far as the next measurement depends on it."""
     campaign, calibrated = record.campaign, record.calibrated
     has_no_model = calibrated is not None and calibrated.server is None
+    capacity = capacity_of(record)
+    left_seconds = cell_block.until_seconds - record.spent_seconds
     return CellProgress(
         slo=campaign.slo,
         workload=campaign.workload,
         search=campaign.search,
         levels=record.counted_levels,
         set_aside=record.set_aside_levels,
-        capacity=capacity_of(record),
+        capacity=capacity,
         is_calibrated=calibrated is not None,
         burst_rate=burst_rate(record.levels, campaign.workload) if has_no_model else None,
         server_start=None if record.cell.url is not None else record.starts,
         block=cell_block.block,
-        left_seconds=cell_block.until_seconds - record.spent_seconds,
+        left_seconds=left_seconds,
         min_level_seconds=record.min_level_seconds,
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
         slots_choice=record.slots_choice,
         needs_restart=record.needs_restart,
+        to_check=_requests_to_check(record, capacity, left_seconds),
     )
+
+
+def _requests_to_check(
+    record: CellRecord, capacity: journal.Capacity, seconds: float
+) -> Burst | None:
+    """Return the requests that are sent alone within `seconds` because they miss the SLO by the
+    step-time model; None: there is a capacity, or they were sent already."""
+    calibrated = record.calibrated
+    if calibrated is None or calibrated.server is None or record.unloaded_checks:
+        return None
+    if not capacity.is_none:
+        return None
+    demand = demand_of(record.campaign)
+    return requests_to_check(calibrated.server, demand, record.campaign.slo, seconds)
 
 
 def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
@@ -395,7 +439,7 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
     return estimate(
-        [*record.counted_levels, *record.set_aside_levels],
+        [*record.counted_levels, *record.set_aside_levels, *record.unloaded_checks],
         record.campaign.slo,
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),
@@ -441,7 +485,7 @@ def with_less_reuse(
         return capacity
     if not capacity.estimated_rate or capacity.method != "step_times":
         return capacity
-    loaded = server.slower(capacity.factor or LOADED)
+    loaded = server_under_load(server, capacity)
     own = loaded.capacity(demand, slo, QUICK_REQUESTS)
     if not own.rate:
         return capacity

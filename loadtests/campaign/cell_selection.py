@@ -31,6 +31,7 @@ from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.backends.backend_table import BACKENDS, missing_backends
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import ServingError
+from crossover.serving.hardware.cpu_topology import divide_among
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from crossover.serving.placement.engines import Engine, Obstacles, Wanted
 from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend
@@ -143,6 +144,12 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
         raise BadCampaign(f"server.cores: {problem}") from problem
 
 
+def engine_threads(cell: Cell, campaign: Campaign, layout: Layout) -> int:
+    """Return the threads of each engine of a cell's server."""
+    engines = campaign.server.settings_on(cell.device).engines or 1
+    return campaign.server.threads or max(1, layout.engine_threads // engines)
+
+
 # The number of slots.
 
 
@@ -154,10 +161,9 @@ def are_slots_open(cell: Cell, campaign: Campaign) -> bool:
 
 
 def slots_at_start(cell: Cell, campaign: Campaign) -> int | None:
-    """Return the slots to start the server of a cell with; None: those that its memory has room
-    for."""
+    """Return the slots to start the server of a cell with; None: those that `serve` chooses."""
     if are_slots_open(cell, campaign):
-        return cell.slots or DEFAULT_SETTINGS["cpu"].slots
+        return cell.slots
     return campaign.server.settings_on(cell.device).slots
 
 
@@ -214,8 +220,8 @@ def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
     wanted = Wanted(Policy.cpu_only, formats=tuple(campaign.formats))
     return EngineQuestion(
         request=_placement_request(campaign, model, wanted),
-        threads=server.threads or layout.engine_threads,
-        cores=layout.engine,
+        threads=engine_threads(cell, campaign, layout),
+        cores=divide_among(server.engines or 1, layout.engine)[0],
         are_threads_open=server.threads is None,
         may_measure_reference=True,
         workload=campaign.workload,

@@ -23,6 +23,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.loadtests.campaign.server_launch import CellServer
+from crossover.loadtests.capacity.unloaded_check import unloaded_check_words
 from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.host.listening_process import listening_pid
 from crossover.loadtests.host.resource_sampler import Sampler
@@ -31,11 +32,8 @@ from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import (
-    TargetFacts,
-    probe_endpoint,
-    route_words,
-)
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
+from crossover.loadtests.load_generator.target import TargetFacts, route_words
 from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample
@@ -62,6 +60,8 @@ class ServerBench:
         self.policy: SchedulerSettings | None = None  # None: another server, which reports none
         self.slots: int | None = None  # None: the server does not report them
         self.kv_tokens: int | None = None  # in its KV cache; None: the server does not report them
+        # The rate in whose unit rates are shown; None: each has its own.
+        self.unit_rate: float | None = None
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
@@ -180,10 +180,14 @@ class ServerBench:
     def _show_progress(self, load: LoadPlan, started: LevelStarted, answered: int) -> None:
         duration = load.plan.duration_seconds
         elapsed = time.time() - started.started_unix_seconds
-        remaining = formatting.duration(max(0.0, duration - elapsed))
+        load_words = load.load_in_words(self.unit_rate)
+        remaining = f"at most {formatting.duration(duration - elapsed)} left"
+        if elapsed >= duration:
+            remaining = "waiting for the last answers"
+        elif load.plan.rate is not None:
+            remaining = f"{formatting.duration(duration - elapsed)} left"
         self.progress.tick(
-            f"{load.cell}, {load.load_in_words}: {answered} answered, {remaining} left",
-            elapsed / duration,
+            f"{load.cell}, {load_words}: {answered} answered, {remaining}", elapsed / duration
         )
 
     def _record_start(self, load: LoadPlan, unix_seconds: float) -> LevelStarted:
@@ -243,7 +247,7 @@ def judge_level(
     """Return a level that has ended, with its warnings, and whether it counts and is valid.
 
     A disturbed level at a rate counts if it meets the target all the same, and a burst if little
-    was taken from it; both also with `counts_disturbed`. A single stream always counts, since
+    was taken from it; both also with `counts_disturbed`. Requests one at a time always count, since
     Level.undisturbed is what it would have been without other processes.
     """
     replace, finished = msgspec.structs.replace, level.finished
@@ -253,7 +257,7 @@ def judge_level(
         if level.is_burst:
             is_usable = is_slight(disturbance)
         else:
-            is_usable = level.is_single_stream or (level.judge(slo).share or 0.0) >= slo.target
+            is_usable = level.concurrency == 1 or (level.judge(slo).share or 0.0) >= slo.target
         counts = disturbance.counts or counts_disturbed or is_usable
         finished = replace(finished, disturbance=replace(disturbance, counts=counts))
     warnings = level_warnings(replace(level, finished=finished), slo, samples)
@@ -267,6 +271,8 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     and verdict."""
     if level.is_burst:
         return f"a burst of {len(level.due)}"
+    if level.is_unloaded_check:
+        return unloaded_check_words(level, slo)
     judged = level.judge(slo)
     verdict = _verdict_words(level, judged)
     share = "" if judged.share is None else f" ({judged.share:.0%})"
@@ -275,7 +281,7 @@ def level_text(level: Level, slo: Slo, unit_rate: float | None = None) -> str:
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
     load = formatting.load(level.rate, level.concurrency, 3, unit_rate)
     if level.rate:
-        came = formatting.rate(level.achieved_rate, 3, like=unit_rate or level.rate)
+        came = formatting.rate(level.offered_rate, 3, like=unit_rate or level.rate)
         load = f"{came} offered (nominal {load})"
     return (
         f"{load}: {judged.good}{share} of {judged.due} met the SLO, "

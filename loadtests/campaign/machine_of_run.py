@@ -5,7 +5,7 @@ from __future__ import annotations
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
 from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.records.journal_events import Capacity, CellFinished
+from crossover.loadtests.records.journal_events import CellFinished
 from crossover.loadtests.records.run_folder import RunRecords
 from crossover.models.cpu_names import short_cpu_name
 from crossover.serving.backends.backend_table import BACKENDS
@@ -71,6 +71,8 @@ def _steps_of(record: CellRecord, versions: dict[str, str]) -> ModelSteps:
     registered = BACKENDS.get(cell.backend)  # None: another project's engine, by its name
     library = None if registered is None else registered.distribution
     capacity = record.ended.capacity if isinstance(record.ended, CellFinished) else None
+    if capacity is not None and capacity.speed_moved:
+        capacity = None  # what levels showed is known for only one of the machine's speeds
     return ModelSteps(
         device="gpu" if record.device == "gpu" else "cpu",
         backend=cell.backend,
@@ -79,12 +81,6 @@ def _steps_of(record: CellRecord, versions: dict[str, str]) -> ModelSteps:
         weight_format=cell.weight_format,
         threads=ready.info.threads,
         server=calibrated.server,
-        load_factor=_load_factor(capacity),
+        load_factor=None if capacity is None else capacity.factor,
         spent_seconds=calibrated.spent_seconds,
     )
-
-
-def _load_factor(capacity: Capacity | None) -> float | None:
-    """Return the factor that the load levels showed. If the machine's speed changed during the run,
-    the factor is known for only one of its speeds, so it does not count."""
-    return None if capacity is None or capacity.speed_moved else capacity.factor

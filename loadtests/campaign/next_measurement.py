@@ -5,6 +5,9 @@
     single streams -> calibration -> a level at 0.8 of the estimated capacity, which confirms it ->
     one more level where that one did not confirm a rate near the estimate
 
+If single requests miss the SLO by the step-time model, those that decide are sent alone before that
+is said (unloaded_check.py).
+
 If the calibration shows that another number of slots gives a higher capacity, the server is started
 again with it and calibrated again.
 
@@ -39,10 +42,11 @@ from crossover.loadtests.capacity.capacity_estimate import (
     shortest_bounding_level,
     shortest_level,
 )
+from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity, SlotsChosen
-from crossover.loadtests.records.level_plan import LevelPlan
+from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.models import formatting
 from crossover.serving.capacity.slo import Slo, Verdict, requests_to_hold
 from crossover.serving.workload.conversations import session_seconds
@@ -58,6 +62,7 @@ MAX_DISTURBED = (
     2  # levels at one rate that missed the SLO while disturbed: the first and its repeat
 )
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
+LEAST_CALIBRATION_STEPS = 100  # decode steps of the shortest bursts
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 MAX_SESSION_WARMUP_SECONDS = 300.0  # for conversations
 NARROW = 1.25  # factor between the highest rate that met the SLO and the lowest that missed it
@@ -108,6 +113,9 @@ class CellProgress:
     confirms: bool  # False: this cell is only estimated
     slots_choice: SlotsChosen | None = None  # by its first calibration; None: its slots stay
     needs_restart: bool = False  # the server still runs with the slots of before that choice
+    # Requests that miss the SLO unloaded by the step-time model, to be sent alone. None: there is
+    # no such model, they were sent already, or they are turns of conversations.
+    to_check: Burst | None = None
 
     @cached_property
     def single_streams(self) -> list[Level]:
@@ -173,10 +181,14 @@ class TriedRate(NamedTuple):
 def next_measurement(progress: CellProgress) -> Measurement:
     """Return what to measure next, or why nothing more is measured."""
     search, capacity = progress.search, progress.capacity
+    single_stream_seconds = progress.max_single_stream_seconds
+    if progress.single_streams:  # further ones take no more than the time that is left
+        left_seconds = max(1.0, round(progress.left_seconds, 1))
+        single_stream_seconds = min(single_stream_seconds, left_seconds)
     single_stream = LevelPlan(
         concurrency=1,
         requests=search.single_stream_requests,
-        window_seconds=progress.max_single_stream_seconds,
+        window_seconds=single_stream_seconds,
     )
     if not progress.single_streams:
         return single_stream
@@ -196,13 +208,23 @@ def next_measurement(progress: CellProgress) -> Measurement:
             seconds = max(seconds, MIN_CALIBRATION_SECONDS)
         if seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
-    is_none_by_model = capacity.method == "step_times" and not capacity.estimated_rate
-    if is_none_by_model and progress.left_seconds > 0 and count < MAX_SINGLE_STREAM_LEVELS:
-        return single_stream  # what the model says is missed is sent before it is called missed
+    if capacity.is_none and progress.left_seconds > 0:
+        # What the model says is missed is sent before it is called missed.
+        if progress.to_check is not None:
+            return LevelPlan(
+                concurrency=1,
+                burst=progress.to_check,
+                requests=progress.to_check.streams,
+                window_seconds=round(progress.left_seconds, 1),
+            )
+        if progress.workload.has_sessions and count < MAX_SINGLE_STREAM_LEVELS:
+            return single_stream
     if not progress.confirms:
         return StopMeasuring("this configuration is only estimated")
     if misses_unloaded:
         return StopMeasuring("single-stream requests miss the SLO, in too few requests to be sure")
+    if capacity.is_none and capacity.checked:
+        return StopMeasuring("single requests miss the SLO, as the step-time model says")
     if capacity.method == "step_times" and progress.has_latency_limit:
         return _confirm_estimate(progress)
     return _search_by_levels(progress)
@@ -210,7 +232,9 @@ def next_measurement(progress: CellProgress) -> Measurement:
 
 def slots_words(choice: SlotsChosen) -> str:
     """Return why the server is started again with another number of slots."""
-    unit_rate = min(choice.rate, choice.previous_rate or choice.rate)  # one unit for both
+    # The unit of the estimate, which is that of the previous slots.
+    estimate = Capacity(state="not_confirmed", estimated_rate=choice.previous_rate or choice.rate)
+    unit_rate = common_rate([estimate])
     rate = formatting.of_requests(formatting.rate(choice.rate, like=unit_rate))
     previous_words = (
         f"in place of {formatting.rate(choice.previous_rate, like=unit_rate)}"
@@ -234,19 +258,37 @@ def _given_rate(progress: CellProgress) -> LevelPlan | StopMeasuring:
 
 def _verify_unloaded(
     progress: CellProgress, single_stream: LevelPlan
-) -> LevelPlan | RestartServer | StopMeasuring:
+) -> LevelPlan | Calibrate | RestartServer | StopMeasuring:
     """Return what verifies that the SLO is missed unloaded: a second start of the server, or a
-    second level if it cannot be restarted."""
+    second level if it cannot be restarted. A calibration, by which it can be said with which SLO
+    there would be a capacity, comes after the second start, or before the second level."""
     start = progress.server_start
     if start is None:
+        if (calibrate := _calibrate_for_advice(progress)) is not None:
+            return calibrate
         if len(progress.single_streams) < 2 and progress.left_seconds > 0:
             return single_stream
         return StopMeasuring("the SLO is missed even without load")
     if progress.capacity.starts >= 2:
-        return StopMeasuring("the SLO is missed even without load, on two starts")
+        return _calibrate_for_advice(progress) or StopMeasuring(
+            "the SLO is missed even without load, on two starts"
+        )
     if all(level.started.start != start for level in progress.single_streams):
         return single_stream
+    if progress.left_seconds <= 0:
+        return StopMeasuring("the SLO is missed even without load; no time is left to verify it")
     return RestartServer("the SLO is missed even without load; restarting the server to verify")
+
+
+def _calibrate_for_advice(progress: CellProgress) -> Calibrate | None:
+    """Return a calibration if there is time for it; None: there is not, or it has been done."""
+    if progress.is_calibrated or not progress.has_latency_limit:
+        return None
+    tpot = [level.mean(level.tpot) or 0.0 for level in progress.single_streams]
+    least_seconds = max(MIN_CALIBRATION_SECONDS, LEAST_CALIBRATION_STEPS * max(tpot))
+    if progress.left_seconds < least_seconds:
+        return None
+    return Calibrate(min(CALIBRATION_SECONDS, progress.left_seconds))
 
 
 def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
@@ -259,7 +301,7 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     estimate = capacity.estimated_rate
     if not estimate:  # the single requests contradict the model
         return _search_by_levels(progress)
-    # The offered rate, as the estimate is one; a little less may have been achieved.
+    # The nominal rate, as the estimate is one; a little less may have been offered.
     highest_met = max(progress.rates_with("meets"), default=0.0)
     needed_starts = min(progress.block, progress.search.starts)
     # Of the machine as busy as it is: a level at a higher rate would miss the SLO.

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.http_connection import fetch, get_bytes
-from crossover.loadtests.load_generator.openai_endpoint import Target, pool_for
+from crossover.loadtests.load_generator.openai_endpoint import pool_for
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import EngineTime
 
 TIMEOUT_SECONDS = 2.0

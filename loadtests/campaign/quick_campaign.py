@@ -17,7 +17,7 @@ import msgspec
 
 from crossover.loadtests.campaign.campaign_file import Plan, SloSpec, parse_campaign
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 

@@ -135,7 +135,16 @@ class CellRecord:
     @property
     def counted_levels(self) -> list[Level]:
         """The finished levels of load and single streams, without those that were set aside."""
-        return [level for level in self.levels if not level.is_burst and not level.is_set_aside]
+        return [
+            level
+            for level in self.levels
+            if not level.has_chosen_requests and not level.is_set_aside
+        ]
+
+    @property
+    def unloaded_checks(self) -> list[Level]:
+        """The levels of chosen requests, one at a time, that check the step-time model."""
+        return [level for level in self.levels if level.is_unloaded_check]
 
     @property
     def set_aside_levels(self) -> list[Level]:

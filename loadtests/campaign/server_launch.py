@@ -22,6 +22,7 @@ import msgspec
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, ThirdPartyEngine
 from crossover.loadtests.campaign.cell_selection import (
+    engine_threads,
     layout_of,
     placement_policy_of,
     slots_at_start,
@@ -32,7 +33,7 @@ from crossover.loadtests.host.cpu_pinning import Layout
 from crossover.loadtests.host.resource_sampler import engine_pids, family
 from crossover.loadtests.load_generator.endpoint_details import EndpointDetails, ask_details
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
@@ -328,7 +329,9 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": campaign.server.threads or cell.threads or layout.engine_threads,
+        "threads": campaign.server.threads
+        or cell.threads
+        or engine_threads(cell, campaign, layout),
         "ready_file": ready_file.absolute(),
         "served_name": None if cell.identity is None else cell.model,
     }

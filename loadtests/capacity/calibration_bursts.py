@@ -49,6 +49,9 @@ from crossover.serving.workload.request_lengths import Workload
 SAMPLED_REQUESTS = 400  # drawn from the workload for its lengths
 SHORT_PROMPT_TOKENS = 16
 MAX_STREAMS = 64
+# Of a burst with the workload's lengths. Fewer, down to MIN_REAL_STREAMS, where its prompts would
+# have to be shortened.
+MAX_REAL_STREAMS, MIN_REAL_STREAMS = 16, 8
 MAX_SLOTS = 64  # largest number that bursts look for
 # Of bursts that look for slots on a slow server. Three tokens show a stream beside others if the
 # first tokens of all come in the same step.
@@ -104,10 +107,11 @@ def calibrate(
     workload: Workload,
     slots: int | None,
     seconds: float,
-    single_streams: Sequence[Level],
+    known_levels: Sequence[Level],
     experts: Routing | None = None,
 ) -> Calibration:
-    """Send two bursts, and fit the step-time model to them and to the single streams.
+    """Send two bursts, and fit the step-time model to them and to the levels that are known:
+    single streams, and bursts to the same server with fewer slots.
 
     `slots`: None to find them. `experts`: None for a dense model, or one whose experts are not
     known. No burst is sent that is expected to exceed `seconds`, except one of two streams, the
@@ -117,7 +121,7 @@ def calibrate(
     # Prompts of conversations include the history.
     prompt_tokens = lengths_of(workload, SAMPLED_REQUESTS, seed=1).prompt
     run = _CalibrationRun(send, prompt_tokens, seconds, experts)
-    for level in single_streams:
+    for level in known_levels:
         run.observe(level)
     if slots is None and run.has_steps:
         slots = run.find_slots()
@@ -237,7 +241,9 @@ class _CalibrationRun:
             self.observations = list(earlier_observations)
             until = self.spent_seconds + seconds
             self.send_burst(streams, (until - self.spent_seconds) / 2, has_real_lengths=False)
-            self.send_burst(streams, until - self.spent_seconds, has_real_lengths=True)
+            seconds_left = until - self.spent_seconds
+            real_streams = self._real_streams(streams, seconds_left)
+            self.send_burst(real_streams, seconds_left, has_real_lengths=True)
             try:
                 models.append(self.fit())
             except WorkloadError as problem:
@@ -269,11 +275,19 @@ class _CalibrationRun:
                 return
             streams = max(2, streams // 2)
 
+    def _real_streams(self, streams: int, seconds: float) -> int:
+        """Return how many streams a burst with the workload's lengths has: what a prompt and its
+        context take is measured better by a few whole prompts than by many shortened ones."""
+        mean_seconds = self._prompt_seconds(float(np.mean(self._workload_prompts)))
+        whole_prompts = MAX_PROMPTS_SHARE * seconds / max(mean_seconds, 1e-9)
+        return min(streams, max(MIN_REAL_STREAMS, int(min(whole_prompts, MAX_REAL_STREAMS))))
+
     def _burst_prompts(self, streams: int, seconds: float, has_real_lengths: bool) -> list[int]:
         """Return the tokens of each prompt of a burst: short ones, or quantiles of the workload's,
         all shortened by one factor if their processing would take too much of `seconds`."""
         if not has_real_lengths:
-            return [int(min(SHORT_PROMPT_TOKENS, self._workload_prompts.min()))] * streams
+            # A prompt of one token takes as long as one of several: its pass reads all weights.
+            return [int(min(SHORT_PROMPT_TOKENS, np.median(self._workload_prompts)))] * streams
         lengths = np.quantile(self._workload_prompts, (np.arange(streams) + 0.5) / streams)
         prompts_seconds = float(sum(map(self._prompt_seconds, lengths)))
         lengths *= min(1.0, MAX_PROMPTS_SHARE * seconds / max(prompts_seconds, 1e-9))

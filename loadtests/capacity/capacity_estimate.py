@@ -11,6 +11,9 @@ the capacities at factor x exp(+-1.645 sd), where `sd` is the standard deviation
 the factor, measured for so many levels (serving/capacity/simulated_capacity.py, `sd_of`). Rates
 that levels exclude are cut off the interval.
 
+If single requests miss the SLO by the step-time model, those that decide are sent alone, and what
+they measured sets the factor (unloaded_check.py).
+
 Without a step-time model, the capacity lies between the highest rate that met the SLO and the
 lowest that missed it. In both cases a rate is *confirmed* only if levels at that rate ran steadily
 and long enough, and met the SLO.
@@ -29,7 +32,11 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
-from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
+from crossover.loadtests.capacity.step_observation import (
+    level_factor,
+    two_speeds,
+)
+from crossover.loadtests.capacity.unloaded_check import CheckedSpeed, checked_speed
 from crossover.loadtests.levels.level_columns import Judged, Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT, wilson
 from crossover.loadtests.records.journal_events import Capacity
@@ -111,15 +118,22 @@ def estimate(
     step-time model that does not fit, the capacity follows from the levels alone.
     `min_level_seconds`: duration of the shortest level that can confirm a rate.
     """
+    checks = [level for level in levels if level.is_unloaded_check and level.counts]
+    levels = [level for level in levels if not level.is_unloaded_check]
     judged_levels = _judged_levels(levels, slo)
     if (unloaded := _misses_unloaded(judged_levels, slo)) is not None:
         return unloaded
     loaded = _loaded(judged_levels)
     found = Capacity(state="not_confirmed")
     if server is not None and demand is not None and server.step_times.fits:
-        found = _by_step_times(server, demand, slo, loaded)
+        checked = checked_speed(server, slo, checks[-1].undisturbed) if checks else None
+        found = _by_step_times(server, demand, slo, loaded, checked)
         if (taken_share := _taken_share(levels)) is not None:
             found = _without_other_processes(found, taken_share, server, demand, slo)
+        elif (accepted_share := _accepted_share(levels)) is not None:
+            found = msgspec.structs.replace(
+                found, taken_share=accepted_share, busy_rate=found.estimated_rate
+            )
         if not found.estimated_rate and loaded:  # single requests contradicted the model
             found = msgspec.structs.replace(found, method="levels")
     found = _bounded_above(found, _lowest_missed(loaded))
@@ -180,6 +194,16 @@ def _taken_share(levels: Sequence[Level]) -> float | None:
     loaded = [level for level in levels if level.rate] or levels
     shares = [level.taken_share for level in loaded]
     return sum(shares) / len(shares) if any(shares) else None
+
+
+def _accepted_share(levels: Sequence[Level]) -> float | None:
+    """Return the mean share of its CPU time that the engine lost where the campaign accepts that;
+    None: it does not, or no level was disturbed."""
+    disturbances = [level.finished and level.finished.disturbance for level in levels]
+    shares = [found.share or 0.0 for found in disturbances if found]
+    if not any(found and found.is_disturbed for found in disturbances):
+        return None
+    return sum(shares) / len(shares)
 
 
 def _loaded(judged_levels: Sequence[JudgedLevel]) -> list[JudgedLevel]:
@@ -289,11 +313,27 @@ def _unloaded_reason(by_start: Mapping[int | None, Sequence[Judged]], starts: in
     return f"{missed} of {due} single-stream requests missed the SLO, on {where}"
 
 
+def server_under_load(server: ServerModel, capacity: Capacity | None) -> ServerModel:
+    """Return a calibrated server with step times as load levels showed them; None: there is no
+    capacity of it yet."""
+    if capacity is None:
+        return server.slower(LOADED)
+    return server.slower(capacity.factor or LOADED)
+
+
 def _by_step_times(
-    server: ServerModel, demand: Demand, slo: Slo, loaded: Sequence[JudgedLevel]
+    server: ServerModel,
+    demand: Demand,
+    slo: Slo,
+    loaded: Sequence[JudgedLevel],
+    checked: CheckedSpeed | None,
 ) -> Capacity:
     """Return the simulated capacity and its interval, with all step times scaled by one factor,
-    which the levels near that capacity give."""
+    which the levels near that capacity give.
+
+    `checked`: where by the factor there is no capacity, that of these requests is taken if it is
+    lower; None: none was sent.
+    """
     step_times, settings = server.step_times, server.settings
     level_factors: list[tuple[float, float]] = []
     speed_factors: list[float] = []
@@ -308,7 +348,9 @@ def _by_step_times(
         """Return the capacity by fewer requests, which is compared with others like it only."""
         return server.slower(factor).capacity(demand, slo, QUICK_REQUESTS).rate
 
-    factor = LOADED
+    # By single requests that were sent alone; inf: none was.
+    checked_factor = (checked and checked.factor) or math.inf
+    factor = LOADED if quick_rate(LOADED) > 0 else min(LOADED, checked_factor)
     levels_worth = 0.0  # the number of levels that `factor` is worth
     near_factors: list[float] = []
     # Whatever the step-time model says, the capacity is not far above a rate whose SLO attainment
@@ -337,25 +379,33 @@ def _by_step_times(
         levels = [one.level for one in loaded]
         factor, sd = speed_by_attainment(server, slo, levels, factor, sd)
     simulated = server.slower(factor).capacity(demand, slo)
+    if simulated.rate <= 0 and checked_factor < factor:
+        factor = checked_factor
+        simulated = server.slower(factor).capacity(demand, slo)
+    checked_words = checked.words if checked is not None else ""
     if simulated.rate <= 0:
+        attainment = share(simulated.unloaded_attainment, 2)
+        reason = f"by the step-time model, SLO attainment unloaded is only {attainment}"
         return Capacity(
             state="not_confirmed",
             method="step_times",
-            reason=f"by the step-time model, SLO attainment unloaded is only "
-            f"{share(simulated.unloaded_attainment, 2)}",
+            reason="; ".join(filter(None, (reason, checked_words))),
+            checked=checked_words,
         )
     half_width = math.exp(Z_90 * sd)  # of the factor
-    unit = simulated.rate / max(quick_rate(factor), 1e-9)
+    # Few and many requests may disagree whether there is a capacity, where there hardly is one.
+    unit = simulated.rate / (quick_rate(factor) or simulated.rate)
     return Capacity(
         state="not_confirmed",
         estimated_rate=simulated.rate,
         low=unit * quick_rate(factor * slowest * half_width),
-        high=unit * quick_rate(factor * quickest / half_width),
+        high=max(simulated.rate, unit * quick_rate(factor * quickest / half_width)),
         method="step_times",
         steepness=simulated.steepness,
-        factor=factor if near_factors else None,
+        factor=factor if near_factors or factor == checked_factor else None,
         users=simulated.users,
         speed_moved=speed_change if speed_change > MOVED else None,
+        checked=checked_words,
     )
 
 
@@ -374,7 +424,7 @@ def _without_other_processes(
         math.exp(math.hypot(math.log(end / found.estimated_rate), taken_log))
         for end in (found.low, found.high)
     ]
-    quiet = server.slower(found.factor or LOADED)
+    quiet = server_under_load(server, found)
     busy = quiet.slower(1 / (1 - min(taken_share, MAX_TAKEN_SHARE)))
     quiet_rate, busy_rate = (
         model.capacity(demand, slo, QUICK_REQUESTS).rate for model in (quiet, busy)
@@ -470,7 +520,7 @@ def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: flo
     if not met:
         return "no level at a rate reached the target of the SLO"
     one = min(met, key=lambda each: each.rate)
-    rate = formatting.rate(one.level.achieved_rate)
+    rate = formatting.rate(one.level.offered_rate)
     words = f"at {rate}, {one.judged.good} of {one.judged.due} requests met the SLO, but "
     if one.rate >= _lowest_missed(loaded):
         return f"{words}a level at a rate that is not higher missed it"
@@ -504,7 +554,7 @@ def _confirmed_by(
     `max_rate` if that is lower."""
     seconds = sum(one.level.window_seconds for one in at_rate)
     due = sum(one.judged.due for one in at_rate)
-    # Fewer requests may have been due than offered.
+    # The offered rate may be lower than the nominal one.
     confirmed = min(at_rate[0].rate, due / seconds, max_rate)
     estimated_rate = found.estimated_rate
     if not has_estimate and found.high is not None:

@@ -26,17 +26,23 @@ NO_CAPACITY = "none"  # by the step-time model even single requests miss the SLO
 
 
 def common_rate(capacities: Iterable[Capacity | None]) -> float | None:
-    """Return the rate whose unit suits all of these capacities (`unit_rate`), so that they can be
-    compared: per second if none is below 1/s, otherwise per minute, or per hour if none reaches ten
-    a minute. None: no rate is known."""
+    """Return the rate whose unit suits all of these capacities (`unit_rate`). None: no rate is
+    known."""
     rates: list[float] = []
     for capacity in filter(None, capacities):
         estimated = capacity.estimated_rate or 0.0
         rates += [capacity.confirmed_rate or CONFIRMABLE_SHARE * estimated, estimated]
-    rates = [rate for rate in rates if rate]
-    if not rates or min(rates) >= PER_SECOND_FROM:
-        return max(rates, default=None)
-    return min(max(rates), PER_MINUTE_RATE)
+    return common_unit_rate(rates)
+
+
+def common_unit_rate(rates: Iterable[float]) -> float | None:
+    """Return the rate whose unit suits all of these, so that they can be compared: per second if
+    none is below 1/s, otherwise per minute, or per hour if none reaches ten a minute. None: all are
+    0."""
+    positive = [rate for rate in rates if rate]
+    if not positive or min(positive) >= PER_SECOND_FROM:
+        return max(positive, default=None)
+    return min(max(positive), PER_MINUTE_RATE)
 
 
 def capacity_in_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
@@ -108,6 +114,11 @@ def disturbance_words(capacity: Capacity, unit_rate: float | None = None) -> str
         return f"Other processes took {share} of the CPU time that the engine needed."
     unit_rate = unit_rate or common_rate([capacity])
     alone = formatting.rate(capacity.estimated_rate, like=unit_rate)
+    if capacity.busy_rate == capacity.estimated_rate:
+        return (
+            f"The estimate of {alone} is of this machine as busy as it was: other processes took "
+            f"{share} of the CPU time that the engine needed."
+        )
     if not capacity.busy_rate:
         busy = "it meets the SLO at no rate"
     else:
@@ -130,6 +141,27 @@ def contradiction_words(capacity: Capacity, unit_rate: float | None = None) -> s
         f"Step times alone gave an estimate of {before}, but a level at {met} met the SLO, so the "
         "estimate was raised."
     )
+
+
+def check_words(capacity: Capacity) -> str:
+    """Return what single requests showed of which the step-time model says that they miss the SLO,
+    as a sentence; "": none was sent, or the model was right (then `reason` says it)."""
+    if not capacity.checked or not capacity.estimated_rate:
+        return ""
+    return (
+        f"By the step times even single requests would miss the SLO, but {capacity.checked}, so "
+        "the estimate is from their times."
+    )
+
+
+def none_words(capacity: Capacity) -> str:
+    """Return why there is no capacity, and with which SLO or lengths there would be one, as
+    sentences; "": there is one."""
+    if not capacity.is_none:
+        return ""
+    reason = capacity.reason
+    sentence = f"{reason.rstrip('.')}." if reason else ""
+    return " ".join(filter(None, (sentence, capacity.advice)))
 
 
 def reuse_words(capacity: Capacity, unit_rate: float | None = None, name: str = "") -> str:

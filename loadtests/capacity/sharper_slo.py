@@ -16,10 +16,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from crossover.loadtests.capacity.capacity_estimate import server_under_load
+from crossover.loadtests.capacity.capacity_text import common_unit_rate
+from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
-from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, Demand, ServerModel
+from crossover.serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Z_90,
+    Demand,
+    Server,
+    ServerModel,
+)
 from crossover.serving.capacity.slo import Slo
 
 MAX_WIDTH = 2.0  # an interval whose ends are further apart than this factor is wide
@@ -29,6 +39,8 @@ TARGETS = (0.95, 0.9, 0.8)
 LIMIT_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 MAX_ALTERNATIVES = 2
 MORE_FACTORS = (6.0, 10.0)  # of a limit that no request meets
+MOST_FACTORS = (20.0, 40.0)  # where nothing has to be simulated
+SHORTER_PROMPTS = {1 / 2: "half as long", 1 / 4: "a quarter as long", 1 / 8: "an eighth as long"}
 
 
 class Alternative(NamedTuple):
@@ -40,14 +52,15 @@ class Alternative(NamedTuple):
 
 
 def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
-    """Return a sentence with a target and a limit under which the interval would be narrow, or
-    under which there would be a capacity, if by the step times there is none.
+    """Return a sentence with a target and a limit under which the interval would be narrow, or, if
+    there is no capacity, with those (or with shorter prompts) under which there would be one.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
-    if not found.estimated_rate and not found.is_confirmed:
-        return _slo_with_a_capacity(server.slower(found.factor or 1.0), demand, slo)
+    if found.is_none:
+        unloaded = server.slower(found.factor or 1.0)
+        return what_gives_a_capacity(unloaded.simulated(demand), slo)
     low, high, steepness = found.low, found.high, found.steepness
     if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
         return ""
@@ -57,7 +70,7 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
         return ""
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
-    loaded = server.slower(found.factor or 1.0)
+    loaded = server_under_load(server, found)
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):
@@ -81,19 +94,57 @@ def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> st
     )
 
 
-def _slo_with_a_capacity(server: ServerModel, demand: Demand, slo: Slo) -> str:
-    """Return a sentence with the nearest SLOs under which this server would have a capacity; "":
-    there is none among the alternatives."""
-    found: list[str] = []
+def what_gives_a_capacity(server: Server, slo: Slo) -> str:
+    """Return a sentence with the nearest SLOs, and the longest prompts, with which this server
+    would have a capacity; "": there are none among the alternatives."""
+    rates: dict[str, float] = {}  # "slo.ttft_seconds = 4" -> the capacity with it
     for alternatives in _easier_slos(slo, (*LIMIT_FACTORS, *MORE_FACTORS)):
         for key, value, easier_slo in alternatives:
-            rate = server.capacity(demand, easier_slo, QUICK_REQUESTS).rate
-            if rate > 0:
-                found.append(f"slo.{key} = {value}: about {formatting.rate(rate)}")
+            if (rate := server.capacity(easier_slo).rate) > 0:
+                rates[f"slo.{key} = {value}"] = rate
+                break
+        if len(rates) == MAX_ALTERNATIVES:
+            break
+    if server.lengths.turns is None:
+        for factor, words in SHORTER_PROMPTS.items():
+            if (rate := _with_shorter_prompts(server, factor).capacity(slo).rate) > 0:
+                rates[f"prompts {words}"] = rate
+                break
+    if not rates:
+        return ""
+    unit_rate = common_unit_rate(rates.values())
+    *first, last = (
+        f"{what} (about {formatting.of_requests(formatting.rate(rate, like=unit_rate))})"
+        for what, rate in rates.items()
+    )
+    alternatives_words = " or ".join(filter(None, (", ".join(first), last)))
+    return f"There would be a capacity with {alternatives_words}."
+
+
+def what_single_requests_meet(levels: Sequence[Level], slo: Slo) -> str:
+    """Return a sentence with the nearest SLOs that these levels of single requests would have met,
+    where no step times are known; "": there is none among the alternatives."""
+    factors = (*LIMIT_FACTORS, *MORE_FACTORS, *MOST_FACTORS)
+    due = sum(level.judge(slo).due for level in levels)
+    found: list[str] = []
+    for alternatives in _easier_slos(slo, factors):
+        for key, value, easier_slo in alternatives:
+            good = sum(level.judge(easier_slo).good for level in levels)
+            if due and good >= easier_slo.target * due:
+                found.append(f"slo.{key} = {value}")
                 break
     if not found:
         return ""
-    return f"There would be a capacity with another SLO: {'; '.join(found[:MAX_ALTERNATIVES])}."
+    return f"Single requests would meet the SLO with {' or '.join(found[:MAX_ALTERNATIVES])}."
+
+
+def _with_shorter_prompts(server: Server, factor: float) -> Server:
+    """Return the server under the same requests with prompts of this share of their length."""
+    lengths = server.lengths
+    prompt = np.maximum(np.ceil(factor * lengths.prompt), 1).astype(np.int64)
+    cached = np.minimum(lengths.cached, prompt - 1)
+    shorter = msgspec.structs.replace(lengths, prompt=prompt, cached=cached)
+    return Server(server.step_times, server.settings, shorter, server.arrivals, count=server.count)
 
 
 def _easier_slos(

@@ -66,19 +66,33 @@ class _Steps(NamedTuple):
 def observed_steps(
     level: Level, slots: int, experts: Routing | None = None
 ) -> tuple[list[StepObservation], float]:
-    """Return the observed steps in order, and the share of the busy time that they cover, 0..1.
+    """Return the observed steps in order, engine by engine if the server has several, and the share
+    of the busy time that they cover, 0..1.
 
     If the server does not count tokens, each chunk counts as one. [] if chunks are not tokens, or
-    were collected by a proxy. `slots`: of the server. A waiting prompt is counted to a step only if
+    were collected by a proxy. `slots`: of an engine. A waiting prompt is counted to a step only if
     a slot is free.
     `experts`: of a mixture of experts; None: the share of experts that a step reads is not counted.
     """
+    all_steps: list[StepObservation] = []
+    covered_seconds = busy_seconds = 0.0
+    for of_engine in level.by_engine:
+        steps = _steps_of_engine(of_engine, slots, experts)
+        all_steps += steps
+        covered_seconds += sum(step.seconds for step in steps)
+        sent = np.where(np.isnan(of_engine.sent), of_engine.due, of_engine.sent)
+        busy_seconds += _busy_seconds(of_engine, sent)
+    return all_steps, covered_seconds / max(busy_seconds, 1e-9)
+
+
+def _steps_of_engine(level: Level, slots: int, experts: Routing | None) -> list[StepObservation]:
+    """Return the observed steps of one engine in order."""
     counts = level.chunk_counts
     has_count = (counts > 0) & ~np.isnan(level.output_tokens)
     tokens = level.output_tokens[has_count].sum()
     has_several = tokens > MAX_CHUNK_TOKENS * counts[has_count].sum()
     if has_several or level.is_collected or counts.max() < 2:
-        return [], 0.0
+        return []
     step_of_chunk, end, min_gap_seconds = _steps_of(level)
     request = np.repeat(np.arange(len(counts)), counts)  # [chunks]
     number = np.arange(len(request)) - level.chunk_offsets[request]  # [chunks], 0.. in its request
@@ -157,11 +171,9 @@ def observed_steps(
     sums = np.column_stack([np.bincount(run, column) for column in columns])
     is_observed = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
     names = StepObservation.__struct_fields__
-    steps = [
+    return [
         StepObservation(**dict(zip(names, row, strict=True))) for row in sums[is_observed].tolist()
     ]
-    covered_seconds = float(sums[is_observed, 0].sum())
-    return steps, covered_seconds / max(_busy_seconds(level, sent), 1e-9)
 
 
 def _steps_of(level: Level) -> _Steps:

@@ -41,7 +41,7 @@ def measure(load: LoadPlan) -> Level:
             progress.say(f"  note: {note}")
         rows, ended = generator.level(
             load,
-            on_tick=lambda rows: progress.tick(f"{load.load_in_words}: {rows.count} answers"),
+            on_tick=lambda rows: progress.tick(f"{load.load_in_words()}: {rows.count} answers"),
         )
     started = LevelStarted(cell=load.cell, level=load.level, plan=load.plan)
     finished = LevelFinished(
@@ -57,12 +57,13 @@ def measure(load: LoadPlan) -> Level:
 def show_level(level: Level, slo: Slo, workload: Workload) -> None:
     """Print the results of one level. `workload`: the requests that were sent."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
-    offered = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
+    nominal = "" if level.rate is None else f", nominal {formatting.requests(level.rate, 3)}"
     if workload.has_sessions and level.rate is not None:
-        offered = f"{level.rate / mean_turns_of(workload):.3g} conversations/s started, "
+        nominal = f", nominal {level.rate / mean_turns_of(workload):.3g} conversations/s"
+    offered = formatting.rate(level.offered_rate, 3, like=level.rate)
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
-        f"({offered}{formatting.requests(level.achieved_rate, 3)} achieved)"
+        f"({formatting.of_requests(offered)} offered{nominal})"
     )
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())

@@ -140,7 +140,7 @@ def _values(run: RunRecords, key: str, levels: Sequence[Level]) -> dict[Measuran
     load, a value is their geometric mean."""
     collected: dict[Measurand, list[float]] = defaultdict(list)
     for level in levels:
-        if not level.counts or level.is_burst:
+        if not level.counts or level.has_chosen_requests:
             continue
         load = formatting.load(level.rate, level.concurrency, 4)
         for metric, value in _metrics(level).items():

@@ -51,7 +51,7 @@ _FIELDS = {  # column of a Level -> field of a RequestRecord
     "last": "last_content_seconds",
     "ended": "ended_seconds",
     **{name: name for name in (*_TOKENS, "requested_prompt_tokens", "requested_output_tokens")},
-    **{name: name for name in ("session", "turn", "added_tokens")},
+    **{name: name for name in ("session", "turn", "added_tokens", "engine")},
 }
 
 
@@ -97,6 +97,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     session: Floats  # the conversation that a request is a turn of; nan: none
     turn: Floats  # 0.. within the conversation
     added_tokens: Floats  # prompt tokens that a turn adds to the history
+    engine: Floats  # which of several engines of the server answered, from 1; nan: the only one
     failure: tuple[str | None, ...]  # why a request failed, in one word; None: it did not
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 
@@ -123,7 +124,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def rate(self) -> float | None:
-        """Offered rate that was asked for, requests/s; None: single stream or closed loop."""
+        """Nominal rate that was asked for, requests/s; None: single stream or closed loop."""
         return self.started.plan.rate
 
     @property
@@ -136,8 +137,18 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return self.started.plan.is_single_stream
 
     @property
+    def is_unloaded_check(self) -> bool:
+        return self.started.plan.is_unloaded_check
+
+    @property
     def is_burst(self) -> bool:
         return self.started.plan.is_burst
+
+    @property
+    def has_chosen_requests(self) -> bool:
+        """Whether its requests were chosen and not drawn from the workload, so that they do not
+        count for SLO attainment."""
+        return self.is_burst or self.is_unloaded_check
 
     @property
     def is_set_aside(self) -> bool:
@@ -159,8 +170,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """The level as it would have been on a machine without other processes: all times are
         shortened by the share that they took.
 
-        A single stream or a burst is exactly this level. Of an open loop, arrivals are nearer to
-        each other too, so only the times of its steps are those of the undisturbed machine.
+        Requests one at a time or a burst are exactly this level. Of an open loop, arrivals are
+        nearer to each other too, so only the times of its steps are those of the undisturbed
+        machine.
         """
         kept = 1 - self.taken_share
         if kept == 1:
@@ -169,6 +181,28 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         times = {name: getattr(self, name) * kept for name in columns}
         window = self.window[0] * kept, self.window[1] * kept
         return msgspec.structs.replace(self, window=window, **times)
+
+    @cached_property
+    def by_engine(self) -> list[Level]:
+        """The requests of each engine of the server as a level; those that no engine answered are
+        left out. The whole level if the server has one engine."""
+        engines = np.unique(self.engine[~np.isnan(self.engine)])
+        if len(engines) < 2:
+            return [self]
+        return [self._only(self.engine == engine) for engine in engines]
+
+    def _only(self, kept: npt.NDArray[np.bool_]) -> Level:
+        """Return the level with some of its requests. `kept`: [requests]."""
+        counts = self.chunk_counts
+        columns = {name: getattr(self, name)[kept] for name in _FIELDS}
+        return msgspec.structs.replace(
+            self,
+            **columns,
+            chunks=self.chunks[np.repeat(kept, counts)],
+            chunk_offsets=np.cumsum([0, *counts[kept]]),
+            failure=tuple(np.array(self.failure, dtype=object)[kept]),
+            backend=tuple(np.array(self.backend, dtype=object)[kept]),
+        )
 
     @property
     def window_seconds(self) -> float:
@@ -288,7 +322,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         stream are independent; others are divided by the design effect."""
         good = slo.met_by(self)[self.counted]
         due_count, good_count = len(good), int(good.sum())
-        effect = 1.0 if self.is_single_stream else design_effect(good)
+        effect = 1.0 if self.concurrency == 1 else design_effect(good)
         low, high = wilson(good_count / effect, due_count / effect, slo.confidence)
         steady: bool | None = None
         if self.rate is not None:
@@ -326,7 +360,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(seconds_inside.sum()) / (end - start)
 
     @property
-    def achieved_rate(self) -> float:
+    def offered_rate(self) -> float:
         """Requests/s that came due in the window."""
         return float(self.counted.sum()) / self.window_seconds
 

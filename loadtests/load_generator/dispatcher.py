@@ -62,6 +62,8 @@ class Dispatcher:
         self._next_requests: Iterator[ReadyRequest] = iter(())
         if load.has_sessions:
             self._sessions = factory.conversations()
+        elif plan.is_unloaded_check:
+            self._next_requests = iter(factory.scheduled())
         elif plan.concurrency is None:
             self._scheduled = factory.scheduled()
         elif plan.requests is None:

@@ -26,7 +26,8 @@ from crossover.loadtests.load_generator.http_connection import (
     get_bytes,
     post_bytes,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target, pool_for
+from crossover.loadtests.load_generator.openai_endpoint import pool_for
+from crossover.loadtests.load_generator.target import Target
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import PUBLISHED

@@ -25,11 +25,11 @@ from crossover.loadtests.load_generator.endpoint_details import (
 from crossover.loadtests.load_generator.http_connection import Pool, connect, fetch, get_bytes
 from crossover.loadtests.load_generator.openai_endpoint import (
     MODELS,
-    Target,
     generating_models,
     names_of_models,
     pool_for,
 )
+from crossover.loadtests.load_generator.target import Target
 
 SOFTWARE_NAMES: dict[Software, str] = {
     "crossover": "Crossover",

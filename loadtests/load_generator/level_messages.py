@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from crossover.loadtests.load_generator.target import Target, TargetFacts
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.models import formatting
@@ -36,15 +36,16 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether the requests are turns of conversations. Raises WorkloadError."""
         return self.plan.burst is None and self.workload.has_sessions
 
-    @property
-    def load_in_words(self) -> str:
-        """The load as a phrase, such as `2 requests/s`."""
+    def load_in_words(self, unit_rate: float | None = None) -> str:
+        """Return the load as a phrase, such as `2 requests/s`, in the unit that suits
+        `unit_rate`."""
         plan = self.plan
         if plan.burst is not None:
-            return f"{plan.burst.streams} requests at once"
+            is_check = plan.is_unloaded_check
+            return f"{plan.burst.streams} requests {'one at a time' if is_check else 'at once'}"
         if self.has_sessions and plan.rate is not None:
             return f"{plan.rate / mean_turns_of(self.workload):.3g} conversations/s"
-        return formatting.of_requests(formatting.load(plan.rate, plan.concurrency, 3))
+        return formatting.of_requests(formatting.load(plan.rate, plan.concurrency, 3, unit_rate))
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

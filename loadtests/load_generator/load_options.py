@@ -11,11 +11,7 @@ from msgspec import Meta
 
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import (
-    Target,
-    check_target,
-    with_private_values_kept,
-)
+from crossover.loadtests.load_generator.target import Target, check_target, with_private_values_kept
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.faults import converted
 from crossover.serving.option_help import texts_of, unbounded

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import gevent
 import msgspec
@@ -29,15 +29,13 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of_body,
 )
 from crossover.loadtests.load_generator.endpoint_access import (
-    Access,
     private_values,
     redact,
-    with_references,
 )
 from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
 from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.load_generator.target import UNCHECKED, Target, TargetFacts
 from crossover.loadtests.records.request_record import RequestRecord
-from crossover.serving.option_help import Positive
 from crossover.serving.workload.exact_prompts import WORDS
 
 PROBE_TOKENS = (8, 64)  # output tokens; the second number if the endpoint refuses the first
@@ -47,77 +45,11 @@ MODELS = "/v1/models"
 MODEL_OPTION = "--model (model in a campaign)"
 KEY_ADVICE = "; name the variable of its key with --api-key-env (api_key_env in a campaign)"
 BASE_ADVICE = "; the path of a URL is the base of its routes: give another, or none for /v1"
-UNCHECKED = "the server's certificate was not checked (--insecure)"  # a note
 # Names of models that do not generate text.
 NO_CHAT_MODEL = re.compile(r"embed|rerank|whisper|tts|clip", re.IGNORECASE)
 REFUSALS = (400, 404, 415, 422, 501)  # statuses that may be due to a field of the request
 BUSY = (429, 503)  # the endpoint is loading its model or serving others
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before a busy endpoint is tried again
-
-
-class Target(Access, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The endpoint to load: a table of a campaign, and options of `crossover load`."""
-
-    url: str
-    model: str | None = None
-    api: Literal["completions", "chat"] = "completions"
-    ignore_eos: bool = True
-    extra_body: dict[str, Any] = {}
-    timeout_seconds: Positive = 600.0
-    ready_seconds: Positive = 60.0
-
-
-def check_target(target: Target) -> None:
-    """Raise TargetUnusable if the URL is not valid or contains a password, or if a field has bytes
-    that are not UTF-8, which the run folder could not record.
-    """
-    for name in Target.__struct_fields__:
-        try:
-            msgspec.json.encode(getattr(target, name))
-        except UnicodeEncodeError:
-            raise TargetUnusable(
-                f"{name} {getattr(target, name)!r} has bytes that are not UTF-8. Write them as %FF "
-                "in a URL"
-            ) from None
-    connect(target.url, access=target)
-
-
-def with_private_values_kept(target: Target) -> Target:
-    """Return a target of the command line as a run folder may record it: its headers and the query
-    of its URL are references to variables of this process."""
-    referenced, url = with_references(target, target.url)
-    return msgspec.structs.replace(referenced, url=url)
-
-
-class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an endpoint supports, as its probe showed."""
-
-    model: str
-    usage: bool  # token counts at the end of a stream
-    continuous_usage: bool  # token counts in every chunk
-    ignore_eos: bool  # answers have the requested length
-    length_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    is_greedy: bool = True  # requests set temperature 0; False: the endpoint refuses that
-    backend: str | None = None  # X-Crossover-Backend
-    word_tokens: float = 1.0  # tokens per word of the generated prompts
-    fixed_tokens: float = 0.0  # tokens added to every prompt: BOS, chat template
-    notes: list[str] = []
-    api: Literal["completions", "chat"] = "completions"  # the route
-
-
-def route_words(facts: TargetFacts) -> str:
-    """Return the route of requests and how answers end, as a phrase; "" if both are the default."""
-    parts = []
-    if facts.api == "chat":
-        parts.append("requests go through the model's chat template (/v1/chat/completions)")
-    if facts.ignore_eos:
-        if parts:
-            parts.append("answers have the workload's lengths (ignore_eos)")
-    elif not any("ignore_eos" in note for note in facts.notes):
-        parts.append(
-            "answers end where the model ends them, but are no longer than the workload's lengths"
-        )
-    return "; ".join(parts)
 
 
 def pool_for(target: Target) -> Pool:

@@ -15,7 +15,8 @@ from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.conversation import Conversation
 from crossover.loadtests.load_generator.http_connection import Pool
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
+from crossover.loadtests.load_generator.openai_endpoint import Message, request_bytes
+from crossover.loadtests.load_generator.target import TargetFacts
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.arrivals import due_times
 from crossover.serving.workload.conversations import Session, draw_sessions, mean_turns_of
@@ -41,7 +42,8 @@ class RequestFactory:
         self._maker = PromptMaker(load.plan.seed, facts.fixed_tokens, facts.word_tokens)
 
     def scheduled(self) -> list[ReadyRequest]:
-        """Return all requests of an open loop in the order of their scheduled times.
+        """Return all requests of an open loop in the order of their scheduled times, or all
+        requests of a burst.
 
         Raises LoadError if their prompts have more than MAX_LEVEL_TOKENS.
         """

@@ -87,6 +87,7 @@ class Answer(msgspec.Struct):
     error: str | None = None
     error_message: str | None = None
     backend: str | None = None
+    engine: int | None = None
     request_id: str | None = None
     location: str | None = None  # target of a redirect
     # Requests ask for no compression, but some proxies compress anyway.
@@ -112,6 +113,8 @@ class Answer(msgspec.Struct):
             match name.lower():
                 case b"x-crossover-backend":
                     self.backend = _header_text(value)
+                case b"x-crossover-engine" if value.strip().isdigit():
+                    self.engine = int(value)
                 case b"x-request-id":
                     self.request_id = _header_text(value)
                 case b"location":
@@ -443,5 +446,6 @@ def stream(
         error_message=None if message is None else redact(message, pool.values),
         finish_reason=answer.finish_reason,
         backend=answer.backend,
+        engine=answer.engine,
         request_id=answer.request_id,
     )

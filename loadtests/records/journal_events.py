@@ -43,7 +43,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     state: CapacityState
-    confirmed_rate: float | None = None  # as offered, or as achieved where less was achieved
+    confirmed_rate: float | None = None  # nominal, or as offered where less was offered
     confirmed_seconds: float | None = None  # total duration of the levels at that rate
     confirmed_requests: int | None = None
     confirmed_attainment: float | None = None  # share of these requests that met the SLO, 0..1
@@ -74,18 +74,29 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # be a capacity; "": none.
     advice: str = ""
     # The share of its CPU time that the engine lost to other processes, as the mean of the levels;
-    # None: no level was disturbed. `estimated_rate` is that of the machine
-    # without them, `busy_rate` that of the machine as busy as it was.
+    # None: no level was disturbed. `estimated_rate` is that of the machine without them, and
+    # `busy_rate` that of the machine as busy as it was. They are equal if the campaign accepts
+    # disturbed levels as they are.
     taken_share: float | None = None
     busy_rate: float | None = None
     # The estimate from step times, where a level that met the SLO at a higher rate has raised
     # `estimated_rate`; None: no level contradicted it.
     contradicted_rate: float | None = None
+    # What requests measured that miss the SLO unloaded by the step-time model, and were therefore
+    # sent alone; "": none was sent.
+    checked: str = ""
 
     @property
     def is_confirmed(self) -> bool:
         """Whether some rate is confirmed."""
         return self.state == "confirmed"
+
+    @property
+    def is_none(self) -> bool:
+        """Whether single requests miss the SLO, as measured or by the step-time model, so that no
+        rate meets it."""
+        is_none_by_model = self.method == "step_times" and not self.estimated_rate
+        return self.state == "misses_slo_unloaded" or (is_none_by_model and not self.is_confirmed)
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -151,6 +162,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
     stored_tokens: int | None = None  # of its prompt cache
+    stored_sequence_tokens: int | None = None  # what a sequence in it takes beyond its tokens
     copy_token_seconds: float | None = None  # of a token to or from it
 
     @property
@@ -160,6 +172,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
         return msgspec.structs.replace(
             self.filled(DEFAULT_SETTINGS[self.device or "cpu"]),
             stored_tokens=self.stored_tokens or 0,
+            stored_sequence_tokens=self.stored_sequence_tokens or 0,
             copy_token_seconds=self.copy_token_seconds or 0.0,
         )
 

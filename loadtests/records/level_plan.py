@@ -3,6 +3,7 @@
 LevelPlan(rate=2.0, warmup_seconds=5.0, window_seconds=60.0)             # open loop
 LevelPlan(concurrency=1, requests=20, window_seconds=60.0)               # single stream
 LevelPlan(burst=Burst((16, 16), (8, 8)), window_seconds=30.0)
+LevelPlan(concurrency=1, burst=Burst((512, 512), (8, 8)), window_seconds=30.0)  # one at a time
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Burst(msgspec.Struct, frozen=True):
 
 class LevelPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one level: exactly one of `rate` (open loop), `concurrency` (closed loop) and
-    `burst` is set."""
+    `burst` is set, or `burst` with a concurrency of 1: its requests are sent one at a time."""
 
-    rate: float | None = None  # offered rate, requests/s; of conversations: of all their turns
+    rate: float | None = None  # nominal rate, requests/s; of conversations: of all their turns
     concurrency: int | None = None  # users that each send one request after the other
     requests: int | None = None  # a closed loop ends after this many; None: it ends by time alone
     burst: Burst | None = None  # None also for a burst that an earlier version recorded
@@ -40,7 +41,14 @@ class LevelPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_single_stream(self) -> bool:
-        return self.concurrency == 1
+        """Whether the workload's requests are sent one at a time."""
+        return self.concurrency == 1 and self.burst is None
+
+    @property
+    def is_unloaded_check(self) -> bool:
+        """Whether chosen requests are sent one at a time, to check what the step-time model says of
+        them (crossover.loadtests.capacity.unloaded_check)."""
+        return self.concurrency == 1 and self.burst is not None
 
     @property
     def is_burst(self) -> bool:

@@ -41,4 +41,5 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     error_message: str | None = None
     finish_reason: str | None = None
     backend: str | None = None  # X-Crossover-Backend
+    engine: int | None = None  # X-Crossover-Engine: which of several engines, from 1
     request_id: str | None = None

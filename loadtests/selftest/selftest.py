@@ -42,7 +42,8 @@ from crossover.loadtests.levels.level_warnings import send_delay_p99
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import Target, probe_endpoint
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord

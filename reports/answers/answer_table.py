@@ -154,15 +154,17 @@ def _origin_of_slots(cell: CellData) -> str:
 
 
 def _engine_cell(cell: CellData) -> TableCell:
-    """Return `onnx int8, 16 slots`."""
+    """Return `onnx int8, 16 slots`, or `onnx int8, 2 x 16 slots` of two engines."""
     if cell.state in ("not_started", "skipped"):
         return TableCell(text="–")
     if not cell.slots:
         return TableCell(text=cell.engine_words)
-    origin = _origin_of_slots(cell)
+    details = [f"{cell.engines} engines with one queue"] if cell.engines > 1 else []
+    if origin := _origin_of_slots(cell):
+        details.append(f"{cell.slots} slots{origin}")
+    of_each = f"{cell.engines} x " if cell.engines > 1 else ""
     return TableCell(
-        text=f"{cell.engine_words}, {cell.slots} slots",
-        detail=origin and f"{cell.slots} slots{origin}",
+        text=f"{cell.engine_words}, {of_each}{cell.slots} slots", detail="; ".join(details)
     )
 
 
@@ -243,6 +245,8 @@ def _confirmed_cell(cell: CellData) -> TableCell:
         return TableCell(text=text, detail=cell.reason)
     if capacity.is_confirmed:
         evidence = capacity_text.evidence_words(capacity)
+        if capacity.taken_share:
+            evidence += ", while other processes ran too"
         return TableCell(text=cell.confirmed_words, grade="confirmed", detail=evidence)
     if capacity.state == "misses_slo_unloaded":
         return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
@@ -268,6 +272,7 @@ def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
     binding = binding_of(cell, slo)
     sentences = (
         f"{'; '.join(filter(None, facts))}.",
+        capacity_text.disturbance_words(capacity, cell.unit_rate),
         capacity_text.reuse_words(capacity, cell.unit_rate),
         "" if binding is None else sentence_of(binding),
     )

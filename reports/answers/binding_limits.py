@@ -51,7 +51,8 @@ def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
         if taken_share is not None and taken_share >= MIN_TAKEN and cell.estimated_rate:
             return by_other_processes(cell.estimated_rate, taken_share)
         return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
-    if cell.capacity.busy_rate is not None:  # the estimate is of the machine without them
+    is_of_busy_machine = cell.capacity.busy_rate in (None, cell.estimated_rate)
+    if not is_of_busy_machine:  # the estimate is of the machine without other processes
         taken_share = None
     if cell.estimated_rate is None:
         return None

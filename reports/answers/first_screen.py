@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from crossover.loadtests.capacity.capacity_text import reuse_words, users_words
+from crossover.loadtests.capacity.capacity_text import none_words, reuse_words, users_words
 from crossover.models import formatting
 from crossover.reports.answers.answer_table import (
     Column,
@@ -44,7 +44,7 @@ class FirstScreen(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[Column, ...]
     rows: tuple[tuple[TableCell, ...], ...]  # the table, a row for each model
     table_note: str  # what an estimated capacity of "none" means; "": no row has one
-    lines: tuple[str, ...]  # below the table: which limit binds, and what tokens cost
+    lines: tuple[str, ...]  # below the table: what would give a capacity, which limit binds, ...
 
 
 def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstScreen:
@@ -63,6 +63,7 @@ def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstSc
             filter(
                 None,
                 (
+                    *_none_lines(answers),
                     _single_request_line(answers),
                     _binding_line(data, answers),
                     *cost_lines(data, answers),
@@ -93,6 +94,17 @@ def _prefix_reuse_sentence(data: ReportData, answers: Sequence[ModelAnswer]) -> 
             sentence = f"{sentence.removesuffix('.')}, which serves {users}."
         sentences.append(sentence)
     return " ".join(filter(None, sentences))
+
+
+def _none_lines(answers: Sequence[ModelAnswer]) -> list[str]:
+    """Return for each configuration without a capacity why there is none, and with which SLO or
+    lengths there would be one."""
+    cells = [cell for answer in answers for cell in answer.cells]
+    return [
+        f"No capacity of {cell.name}: {words}"
+        for cell in cells
+        if cell.capacity is not None and (words := none_words(cell.capacity))
+    ]
 
 
 def _single_request_line(answers: Sequence[ModelAnswer]) -> str:

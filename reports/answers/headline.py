@@ -112,10 +112,11 @@ def _served_on(side: str, measured: Sequence[ModelAnswer]) -> list[ModelAnswer]:
 
 
 def _misses_unloaded(cell: CellData | None) -> bool:
-    """Return whether even single requests miss the SLO on a machine that was otherwise idle."""
+    """Return whether even single requests missed the SLO on a machine that was otherwise idle."""
     if cell is None or cell.capacity is None or _is_disturbed(cell):
         return False
-    return cell.capacity.state == "misses_slo_unloaded"
+    capacity = cell.capacity
+    return capacity.is_none and bool(capacity.state == "misses_slo_unloaded" or capacity.checked)
 
 
 def _is_disturbed(cell: CellData) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.calibration_bursts import max_concurrent_streams
-from crossover.loadtests.capacity.capacity_text import disturbance_words
+from crossover.loadtests.capacity.capacity_text import check_words, disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import read_records
@@ -159,8 +159,8 @@ def _notes_of(cell: CellData) -> list[str]:
     bursts = [level for level in levels_of(read_records(Path(cell.folder))) if level.is_burst]
     if note := _note_of_failures(bursts):
         notes.append(note)
-    if cell.capacity is not None and (note := disturbance_words(cell.capacity)):
-        notes.append(note)
+    if cell.capacity is not None:
+        notes += filter(None, (disturbance_words(cell.capacity), check_words(cell.capacity)))
     if cell.server is not None and (ready is None or not ready.info.slots):
         slots = cell.server.settings.slots
         notes.append(

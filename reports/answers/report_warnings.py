@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.capacity_text import (
+    check_words,
     contradiction_words,
     disturbance_words,
     reuse_words,
@@ -20,7 +21,7 @@ from crossover.loadtests.capacity.capacity_text import (
     users_words,
 )
 from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
-from crossover.loadtests.load_generator.openai_endpoint import UNCHECKED, TargetFacts, route_words
+from crossover.loadtests.load_generator.target import UNCHECKED, TargetFacts, route_words
 from crossover.loadtests.records.journal_events import (
     CellReady,
     Interrupted,
@@ -61,6 +62,10 @@ def alerts_of(data: ReportData) -> list[str]:
     if without_capacity:
         missing = _listed_configurations(without_capacity, data)
         alerts.append(f"The run is not complete. It has no capacity of {missing}.")
+    for cell in data.cells:
+        capacity = cell.capacity
+        if capacity is not None and (words := disturbance_words(capacity, cell.unit_rate)):
+            alerts.append(f"{_name(cell, data)}: {words}")
     return alerts[:MAX_ALERTS]
 
 
@@ -144,6 +149,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         if text := contradiction_words(capacity, cell.unit_rate):
             advice = "Measure again if the difference matters."
             yield NamedWarning("EstimateRaised", NOTE, f"{title}: {text}", advice)
+        if text := check_words(capacity):
+            advice = "Long prompts are near the limit: a level at the estimated rate tells more."
+            yield NamedWarning("UnloadedCheck", NOTE, f"{title}: {text}", advice)
         if text := speed_words(capacity):
             advice = "The interval covers both speeds. Measure again at another time."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
@@ -154,7 +162,7 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
                 "Histories that neither slots nor prompt cache have room for are computed again."
             )
             yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
-        if capacity.advice:
+        if capacity.advice and not capacity.is_none:  # the first screen has that
             advice = (
                 "Choose another target or limit if it serves you as well; the capacity is then "
                 "known as precisely as the step times."

@@ -39,7 +39,8 @@ from crossover.loadtests.load_generator.find_servers import (
     ports_that_need_a_key,
 )
 from crossover.loadtests.load_generator.load_options import parse_workload
-from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe_endpoint
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
+from crossover.loadtests.load_generator.target import Target, check_target
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify, short_model_id
 from crossover.models.identity.model_ladder import PACKAGED, packaged_file

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from crossover.loadtests.capacity.sharper_slo import what_gives_a_capacity
 from crossover.models.formatting import GIB
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import weight_bytes
@@ -160,7 +161,9 @@ class Service(msgspec.Struct, frozen=True):
         if self.machine.is_served_by_vllm:
             logits = VLLM_LOGIT_BYTES * self.machine.slots * self.spec.vocabulary
             return (content + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
-        return content + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+        engine_bytes = content + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+        engines = 1 if self.machine.policy is None else self.machine.policy.engines
+        return engine_bytes * engines
 
     def policy(self) -> SchedulerSettings:
         """Return the machine's settings, or those with the KV cache and the slots that fit its
@@ -188,14 +191,16 @@ class Service(msgspec.Struct, frozen=True):
         """Return settings in which the prompt cache has as many bytes as with the model that was
         served: it has room for more tokens of a model whose KV cache is smaller."""
         served, own_bytes = self.machine.policy_model, self.spec.kv_bytes_per_token()
-        if served is None or not policy.stored_tokens:
+        if served is None or served == self.spec or not policy.stored_tokens:
             return policy
-        if not own_bytes or self.spec.state_bytes_per_slot:
+        if not own_bytes or not served.kv_bytes_per_token():
             return msgspec.structs.replace(policy, stored_tokens=0)
         ratio = own_bytes / served.kv_bytes_per_token()
+        states_bytes = 2 * self.spec.state_bytes_per_slot  # at its end and in its checkpoint
         return msgspec.structs.replace(
             policy,
             stored_tokens=int(policy.stored_tokens / ratio),
+            stored_sequence_tokens=int(states_bytes / own_bytes),
             copy_token_seconds=policy.copy_token_seconds * ratio,
         )
 
@@ -341,6 +346,8 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
         reason = "misses the SLO unloaded"
         if high:
             reason += ", except at the high end of its interval"
+        if machine.policy is not None and (advice := what_gives_a_capacity(expected, slo)):
+            capacity = msgspec.structs.replace(capacity, notes=(*notes, advice.rstrip(".")))
         return msgspec.structs.replace(capacity, reason=reason)
     requests = expected.play(rate)
     tpot = requests.tpot[~np.isnan(requests.tpot)]

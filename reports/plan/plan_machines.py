@@ -635,7 +635,8 @@ def _measured_candidate(name: str, capacity: Capacity, watts: float | None) -> C
         low=capacity.confirmed_rate or low,
         rate=capacity.confirmed_rate if rate is None else rate,
         high=high,
-        reason="misses the SLO unloaded" if capacity.state == "misses_slo_unloaded" else "",
+        reason="misses the SLO unloaded" if capacity.is_none else "",
+        notes=(capacity.advice.rstrip("."),) if capacity.is_none and capacity.advice else (),
         watts=watts,
     )
 

@@ -94,6 +94,7 @@ def _cell_record(cell: CellData) -> dict[str, Any]:
         "parameters": cell.parameters,
         "weight_format": cell.weight_format,
         "device": cell.device,
+        "engines": cell.engines,
         "slots": cell.slots,
         "state": cell.state,
         "alone": cell.single_stream,

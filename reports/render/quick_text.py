@@ -31,7 +31,9 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
     yield "Single request", times, grade
     capacity = answer.capacity
     if answer.grade != "estimated" or capacity is None:
-        yield "Estimated capacity", f"none: {answer.reason}", ""
+        advice = "" if capacity is None else capacity.advice
+        words = ". ".join(filter(None, (f"none: {answer.reason}".rstrip("."), advice)))
+        yield "Estimated capacity", words, ""
     else:
         rate = formatting.of_requests(capacity_text.limit(capacity, answer.unit_rate))
         yield "Estimated capacity", rate, "estimated, 90 % confidence interval"

@@ -24,8 +24,8 @@ A backend may also have:
   tokens (`info.rewinds` is False). `save` copies the part of the slot that cannot be truncated.
   `restore` makes `slot` hold exactly the tokens that it held at the `save`. The rest of their KV is
   still in the slot `source`, which may be the same.
-- `state_bytes`, `export` and `load` (`info.has_export`, see Exporting), if it can truncate slots.
-  They let the engine keep the KV of a slot elsewhere, in its prompt cache.
+- `state_bytes`, `export` and `load` (`info.has_export`, see Exporting), and `saved_bytes` if it has
+  checkpoints. They let the engine keep the KV of a slot elsewhere, in its prompt cache.
 - `defers_copies`, True if `copy` copies only in the next step. Until then, its source must not be
   loaded and its target not be exported, so that an engine with a prompt cache copies by `export`
   and `load` instead.
@@ -36,7 +36,7 @@ A backend may also have:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -87,7 +87,7 @@ class BackendInfo(msgspec.Struct, frozen=True):
     rewinds: bool = True
     why_not_rewinds: str = ""  # the reason if it cannot, else ""
     has_checkpoints: bool = False  # it has `save` and `restore`
-    has_export: bool = False  # it has `state_bytes`, `export` and `load`
+    has_export: bool = False  # it has the methods of Exporting
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
@@ -107,6 +107,11 @@ class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
         cache = self.kv_bytes + self.state_bytes
         cache += self.prompt_cache_bytes
         return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
+
+    def of_engines(self, engines: int) -> EngineMemory:
+        """Return the memory of so many engines, of which each has its own weights."""
+        sizes = msgspec.structs.asdict(self)
+        return EngineMemory(**{name: size_bytes * engines for name, size_bytes in sizes.items()})
 
     @property
     def in_words(self) -> str:
@@ -183,10 +188,11 @@ def check_row(row: Row, slot_tokens: int, max_slot_tokens: int) -> None:
         )
 
 
-class Saved(Protocol):
+class Saved(NamedTuple):
     """A copy of the part of a slot that cannot be truncated: a recurrent state or a window."""
 
     tokens: int  # how many the slot held
+    data: npt.NDArray[np.uint8]
 
 
 class Exporting(Protocol):
@@ -198,14 +204,22 @@ class Exporting(Protocol):
         """Return the maximum bytes that `export` writes of a slot with so many tokens."""
         ...
 
+    def saved_bytes(self, tokens: int) -> int:
+        """Return the maximum bytes of what `save` returns of a slot with so many tokens. Only with
+        `info.has_checkpoints`, as `restore`."""
+        ...
+
+    def restore(self, slot: int, saved: Saved, source: int) -> None: ...
+
     def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
         """Write what a slot holds to the beginning of `buffer`; return how many bytes that are.
         Raises EngineFailed."""
         ...
 
     def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
-        """Make a slot hold the first `tokens` tokens of exported bytes. Raises EngineFailed or
-        KvFull, after which the slot is to be truncated to 0."""
+        """Make a slot hold the first `tokens` tokens of exported bytes; all of them if it cannot
+        be truncated. Raises EngineFailed or KvFull, after which the slot is to be truncated to 0.
+        """
         ...
 
     def truncate(self, slot: int, tokens: int) -> None: ...

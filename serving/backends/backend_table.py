@@ -122,7 +122,7 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: KvBytes = _full_kv_bytes
     # Recurrent states, and the checkpoints of slots that cannot be truncated.
     state_bytes: StateBytes = _no_state_bytes
-    # It can export the KV of a slot whose model has no states, and so have a prompt cache on a CPU.
+    # It can export the KV of a slot, and so have a prompt cache on a CPU.
     has_export: bool = False
     # By which share a decode step takes longer on the CPU when there are twice as many slots, over
     # which its rows are spread.

@@ -17,6 +17,10 @@ each prompt gets the slot that the engine's own rule gives it (serving/capacity/
 An engine with a prompt cache stores and restores sequences by the same rule; each copy holds up the
 engine's next step.
 
+Several engines may serve from one queue (`settings.engines`): `SharedQueue` gives each request to
+the engine with the most free slots, or the next turn of a conversation to the engine that served
+the one before it if that has a free slot. This is the rule of serving/supervisor.
+
 The simulation advances from event to event, not from token to token: steps that only decode are
 summed in closed form up to the next arrival or the next request's end.
 """
@@ -24,10 +28,11 @@ summed in closed form up to the next arrival or the next request's end.
 from __future__ import annotations
 
 import bisect
+import copy
 import heapq
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -37,6 +42,8 @@ import numpy.typing as npt
 from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
     StoredMatch,
+    checkpoint_marks,
+    checkpointed_tokens,
     choose_checkpointed_slot,
     choose_slot,
     is_worth_storing,
@@ -133,11 +140,37 @@ def simulate(
     requests belong to. With them, only the due times of first turns are read, which must ascend
     from session to session, and the reuse of prefixes is simulated.
     """
-    simulation = Simulation(
+    simulation = simulation_of(
         step_times, settings, due, prompt_tokens, output_tokens, cached_tokens, turns=turns
     )
     simulation.play()
     return simulation.results()
+
+
+def simulation_of(
+    step_times: StepTimeModel,
+    settings: SchedulerSettings,
+    due: Numbers,
+    prompt_tokens: Numbers,
+    output_tokens: Numbers,
+    cached_tokens: Numbers | None = None,
+    *,
+    turns: Turns | None = None,
+    reasoning_share: float = 0.0,
+) -> Simulation | SharedQueue:
+    """Return the simulation of the engines of these settings, of which nothing is played yet. The
+    arguments are those of `Simulation`."""
+    simulation = Simulation(
+        step_times,
+        settings,
+        due,
+        prompt_tokens,
+        output_tokens,
+        cached_tokens,
+        turns=turns,
+        reasoning_share=reasoning_share,
+    )
+    return simulation if settings.engines == 1 else SharedQueue(simulation, turns)
 
 
 class _Work:
@@ -271,6 +304,10 @@ class Simulation:
         ]
         # Think time before the next request, if that is the next turn of the same session.
         self.think_seconds: list[float | None] = [None] * count
+        # Where the next turns of conversations arrive, and until when the engine may decode at most
+        # before it looks for arrivals again. Both are its own arrivals if it is the only engine.
+        self.next_arrivals = self.arrivals
+        self.until_seconds = math.inf
         self.slots: SimulatedSlots | None = None  # None: nothing is reused
         self.is_checkpointed = turns is not None and turns.reuse == "checkpoints"
         if turns is not None:
@@ -295,43 +332,51 @@ class Simulation:
         timed_requests = set(np.flatnonzero(is_timed).tolist())
         self.arrivals = [arrival for arrival in self.arrivals if arrival[1] in timed_requests]
         heapq.heapify(self.arrivals)
+        self.next_arrivals = self.arrivals
         think_seconds = turns.think_seconds.tolist()
         for request in np.flatnonzero(np.diff(turns.session) == 0).tolist():
             self.think_seconds[request] = think_seconds[request + 1]
+        self.fill_slots(turns, turns.ended)
+
+    def fill_slots(self, turns: Turns, ended: Sequence[int]) -> None:
+        """Fill the slots, if they are reused, with the KV of turns that ended before the start."""
         if turns.reuse == "none":
             return
-        self.slots = SimulatedSlots(turns, self.settings.slots, self.settings.stored_tokens)
-        for request in turns.ended[: -self.settings.slots]:
+        self.slots = SimulatedSlots(turns, self.settings)
+        for request in ended[: -self.settings.slots]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             self.slots.store(request, tokens)
         self.slots.copied_tokens = 0  # these were copied before the start
-        for request in turns.ended[-self.settings.slots :]:
+        for request in ended[-self.settings.slots :]:
             tokens = self.prompt_tokens[request] + self.output_tokens[request] - 1
             if self.slots.idle_tokens + tokens <= self.pool_tokens:
                 self.slots.hold(request, tokens)
 
     def play(self, until_ended: float = math.inf) -> None:
-        """Run the engine until so many requests have ended, or all.
+        """Run the engine until so many requests have ended, or all."""
+        while self.ended < until_ended and self.advance():
+            pass
 
-        Each turn of the loop is one step with prompts, or as many decode steps as pass until
-        something else can happen.
-        """
+    def advance(self) -> bool:
+        """Run one step with prompts, or as many decode steps as pass until something else can
+        happen; or wait for the next arrival. Return False if nothing is left to do."""
         arrivals, prefilling, decoding = self.arrivals, self.prefilling, self.decoding
-        slots = self.settings.slots
-        while self.ended < until_ended:
-            has_arrival = arrivals and arrivals[0][0] <= self.now
-            if self.preempted or (has_arrival and len(decoding) + len(prefilling) < slots):
-                self.admit()
-            if prefilling:
-                self.run_prefill_step()
-            elif decoding:
-                self.run_decode_steps()
-            elif arrivals:
-                self.now = max(self.now, arrivals[0][0])
-            else:
-                return
-            while decoding and decoding[0][0] <= self.step:
-                self.end(heapq.heappop(decoding)[1])
+        has_arrival = arrivals and arrivals[0][0] <= self.now
+        if self.preempted or (
+            has_arrival and len(decoding) + len(prefilling) < self.settings.slots
+        ):
+            self.admit()
+        if prefilling:
+            self.run_prefill_step()
+        elif decoding:
+            self.run_decode_steps()
+        elif arrivals:
+            self.now = max(self.now, arrivals[0][0])
+        else:
+            return False
+        while decoding and decoding[0][0] <= self.step:
+            self.end(heapq.heappop(decoding)[1])
+        return True
 
     def results(self) -> Simulated:
         """Return the requests. Those that have not ended have infinite times."""
@@ -340,7 +385,7 @@ class Simulation:
         return msgspec.structs.replace(
             times,
             waited_for_slot=self.work.waited_for_slot(
-                times.due, last_token_at, self.settings.slots
+                times.due, last_token_at, self.settings.slots * self.settings.engines
             ),
             waited_for_kv=self.work.waited_for_kv(times.due),
             work=self.work.summed(),
@@ -418,8 +463,10 @@ class Simulation:
         first_seconds = self.decode_seconds[rows] + self.context_seconds * context_tokens
         growth = self.context_seconds * rows / 2
         seconds = steps * (first_seconds + growth * (steps - 1))
-        if arrivals and rows < self.settings.slots and not self.preempted:
-            next_arrival = arrivals[0][0]
+        if rows < self.settings.slots and not self.preempted:
+            next_arrival = self.until_seconds
+            if arrivals:
+                next_arrival = min(next_arrival, arrivals[0][0])
             if now < next_arrival <= now + seconds:
                 steps = _steps_until(next_arrival - now, first_seconds, growth, steps)
                 seconds = steps * (first_seconds + growth * (steps - 1))
@@ -521,7 +568,7 @@ class Simulation:
         think_seconds = self.think_seconds[request]
         if think_seconds is not None:
             self.due[request + 1] = self.now + think_seconds
-            heapq.heappush(self.arrivals, (self.now + think_seconds, request + 1))
+            heapq.heappush(self.next_arrivals, (self.now + think_seconds, request + 1))
 
     @property
     def occupied_tokens(self) -> int:
@@ -628,6 +675,108 @@ def _steps_until(seconds: float, first_seconds: float, growth: float, max_steps:
     return min(max(1, math.ceil(steps)), max_steps)
 
 
+class SharedQueue:
+    """Equal engines that serve from one queue, on a simulated clock. It is played as a Simulation.
+
+    The engines share everything that is known of requests. Each has a clock of its own, and the one
+    that is the furthest behind takes the next step. Before that, all requests that are due by then
+    are given to engines with free slots.
+    """
+
+    def __init__(self, first: Simulation, turns: Turns | None) -> None:
+        """`first`: the simulation of one engine, of which nothing is played yet."""
+        self.queue = first.arrivals
+        self.due = first.due
+        self.results = first.results
+        self.times = first.times
+        self.turns = turns
+        count = first.settings.engines
+        self.engines = [first, *(copy.copy(first) for _ in range(count - 1))]
+        self.session: list[int] = [] if turns is None else turns.session.tolist()
+        self.engine_of_session: dict[int, int] = {}
+        # By engine: its slots in use until the end of the step that it took last.
+        self.used_in_step = [0] * count
+        for number, engine in enumerate(self.engines):
+            engine.arrivals, engine.next_arrivals = [], self.queue
+            engine.prefilling, engine.decoding, engine.preempted = [], [], []
+            if turns is not None:
+                ended = turns.ended[number::count]
+                engine.fill_slots(turns, ended)
+                for request in ended:
+                    self.engine_of_session[self.session[request]] = number
+
+    @property
+    def ended(self) -> int:
+        """Return the number of requests that have ended."""
+        return sum(engine.ended for engine in self.engines)
+
+    def play(self, until_ended: float = math.inf) -> None:
+        """Run the engines until so many requests have ended, or all."""
+        queue, engines = self.queue, self.engines
+        while self.ended < until_ended:
+            numbers = [number for number, engine in enumerate(engines) if self._has_work(engine)]
+            behind = min(numbers, key=lambda number: engines[number].now, default=None)
+            if queue and (behind is None or queue[0][0] <= engines[behind].now):
+                due, request = queue[0]
+                chosen = self._engine_for(request, due)
+                if chosen is None:  # it waits until a step ends
+                    ends = (engine.now for engine in engines if engine.now > due)
+                    chosen = self._engine_for(request, min(ends, default=due))
+                if chosen is not None:
+                    heapq.heappush(engines[chosen].arrivals, heapq.heappop(queue))
+                    self.used_in_step[chosen] += 1
+                    continue
+            if behind is None:
+                return
+            engine = engines[behind]
+            engine.until_seconds = math.inf
+            if queue and queue[0][0] > engine.now:
+                engine.until_seconds = queue[0][0]
+            if self.turns is not None:  # another engine may end a turn, and its user comes again
+                others = (engines[other] for other in numbers if other != behind)
+                next_end = min(map(_earliest_end, others), default=math.inf)
+                just_after_now = math.nextafter(engine.now, math.inf)
+                engine.until_seconds = min(engine.until_seconds, max(next_end, just_after_now))
+            self.used_in_step[behind] = self._used(engine)
+            engine.advance()
+
+    def _engine_for(self, request: int, at: float) -> int | None:
+        """Return which engine gets a request at this time; None: no slot is free."""
+        free_slots = []
+        for number, engine in enumerate(self.engines):
+            used = self.used_in_step[number] if engine.now > at else self._used(engine)
+            free_slots.append(engine.settings.slots - used)
+        chosen = free_slots.index(max(free_slots))
+        if not free_slots[chosen]:
+            return None
+        if self.turns is not None:
+            session = self.session[request]
+            last = self.engine_of_session.get(session)
+            if last is not None and free_slots[last]:
+                chosen = last
+            self.engine_of_session[session] = chosen
+        return chosen
+
+    @staticmethod
+    def _used(engine: Simulation) -> int:
+        """Return the slots of an engine that are in use or promised to a request."""
+        running = len(engine.prefilling) + len(engine.decoding)
+        return running + len(engine.arrivals) + len(engine.preempted)
+
+    @classmethod
+    def _has_work(cls, engine: Simulation) -> bool:
+        return cls._used(engine) > 0
+
+
+def _earliest_end(engine: Simulation) -> float:
+    """Return a time before which no request of an engine ends that is in the middle of its work."""
+    if engine.prefilling or engine.arrivals or engine.preempted or not engine.decoding:
+        return engine.now
+    steps = engine.decoding[0][0] - engine.step
+    context_seconds = engine.context_seconds * engine.context_tokens
+    return engine.now + steps * (engine.decode_seconds[len(engine.decoding)] + context_seconds)
+
+
 class _Prefix(NamedTuple):
     """The first `tokens` tokens of a turn: what a slot or a checkpoint has in its KV."""
 
@@ -645,11 +794,11 @@ class SimulatedSlots:
     session share what the earlier one left in its slot, turns of two sessions share only the prefix
     that all sessions have.
 
-    `stored_tokens`: those that the prompt cache has room for. It keeps one sequence of a session,
-    the latest that was stored.
+    The prompt cache keeps one sequence of a session, the latest that was stored.
     """
 
-    def __init__(self, turns: Turns, slots: int, stored_tokens: int = 0) -> None:
+    def __init__(self, turns: Turns, settings: SchedulerSettings) -> None:
+        slots = settings.slots
         self._session: list[int] = turns.session.tolist()
         self._history: list[int] = turns.history_tokens.tolist()
         self._shared = turns.shared_tokens
@@ -670,8 +819,10 @@ class SimulatedSlots:
         self._checkpoints: list[_Prefix] = []  # the most recently used last
         # Request -> the lengths of its prompt at which checkpoints are made.
         self._marks: dict[int, tuple[int, ...]] = {}
-        self._stored = StoredSequences[int](0 if self.is_checkpointed else stored_tokens)
+        self._stored = StoredSequences[int](settings.stored_tokens)
+        self._sequence_tokens = settings.stored_sequence_tokens
         self._stored_prefix: dict[int, _Prefix] = {}  # by session
+        self._stored_checkpoint: dict[int, int] = {}  # its tokens; 0: there is none
         self.copied_tokens = 0  # to and from the prompt cache, since the last wait for copies
 
     def hold(self, request: int, tokens: int) -> None:
@@ -687,32 +838,31 @@ class SimulatedSlots:
         """
         reusable_tokens = max(0, prompt_tokens - COMPUTED_TAIL)
         common = self._common_in_slots(request, reusable_tokens, computed)
-        if not self.is_checkpointed:
-            slot, reused, source = choose_slot(
-                common, self._idle_tokens, self._free, self._idle_since
-            )
-            session, match = self._longest_stored(request, reusable_tokens)
-            if match.is_worth_restoring(reused):
-                slot = oldest_slot(self._free, self._idle_tokens, self._idle_since)
-                self._store_slot(slot, 0, session)
-                self._restore(session, match)
-                reused = match.common
-            else:
-                self._store_slot(slot, reused if source == slot else 0)
+        slots = (common, self._idle_tokens, self._free, self._idle_since)
+        checkpoint = None
+        checkpoints: dict[int, _Prefix] = {}  # those that it begins with, by their tokens
+        if self.is_checkpointed:
+            checkpoints = self._checkpoints_of(request, reusable_tokens)
+            longest = max((tokens for tokens in checkpoints if tokens <= max(common)), default=0)
+            (slot, reused, source), is_restored = choose_checkpointed_slot(*slots, longest)
+            checkpoint = checkpoints[longest] if is_restored else None
         else:
-            checkpoint = self._longest_checkpoint(request, reusable_tokens, max(common))
-            (slot, reused, _), is_restored, marks = choose_checkpointed_slot(
-                common,
-                self._idle_tokens,
-                self._free,
-                self._idle_since,
-                prompt_tokens=prompt_tokens,
-                checkpoint_tokens=checkpoint.tokens,
-            )
-            if is_restored:
-                self._checkpoints.remove(checkpoint)
-                self._checkpoints.append(checkpoint)
-            self._marks[request] = marks
+            slot, reused, source = choose_slot(*slots)
+        session, match = self._longest_stored(request, reusable_tokens, checkpoints)
+        if match.is_worth_restoring(reused):
+            slot = oldest_slot(self._free, self._idle_tokens, self._idle_since)
+            self._store_slot(slot, 0, session)
+            self._restore(session, match)
+            reused = match.reusable
+            checkpoint = checkpoints.get(reused)
+        else:
+            self._store_slot(slot, reused if source == slot else 0)
+        if checkpoint is not None:
+            self._checkpoints.remove(checkpoint)
+            self._checkpoints.append(checkpoint)
+        if self.is_checkpointed:
+            longest = max(*common, match.common, match.second)
+            self._marks[request] = checkpoint_marks(prompt_tokens, reused, longest)
         self._set(slot, request, 0, self._shared)
         self._free.remove(slot)
         if reused < self._shared:
@@ -757,45 +907,72 @@ class SimulatedSlots:
                 return True
         return False
 
-    def store(self, request: int, tokens: int, pinned: int | None = None) -> None:
-        """Store the tokens of a request that loses its slot. `pinned`: a session whose sequence is
-        about to be restored."""
+    def store(
+        self, request: int, tokens: int, kept_tokens: int = 0, pinned: int | None = None
+    ) -> None:
+        """Store the tokens of a request whose slot is overwritten from `kept_tokens` tokens on.
+        `pinned`: a session whose sequence is about to be restored."""
         session = self._session[request]
-        if not self._stored.capacity or not is_worth_storing(tokens, 0) or session == pinned:
+        checkpoints = self._checkpoints_of(request, tokens - 1) if self.is_checkpointed else {}
+        longest = max(checkpoints, default=0)
+        if longest > kept_tokens:  # it was for the next turn in this slot
+            self._checkpoints.remove(checkpoints[longest])
+            self._checkpoints.insert(0, checkpoints[longest])  # the first to be dropped
+        if not self._stored.capacity or session == pinned:
+            return
+        if not is_worth_storing(tokens, kept_tokens):
             return
         if self._stored_prefix.pop(session, None) is not None:
             self._stored.remove(session)
-        self.copied_tokens += tokens
-        dropped = self._stored.add(session, tokens, pinned)
+        size = tokens + self._sequence_tokens
+        self.copied_tokens += size
+        dropped = self._stored.add(session, size, pinned)
         if dropped is None:
             return
         self._stored_prefix[session] = _Prefix(request, tokens)
+        self._stored_checkpoint[session] = longest
         for other in dropped:
             del self._stored_prefix[other]
 
     def _store_slot(self, slot: int, kept_tokens: int, pinned: int | None = None) -> None:
         """Store what an idle slot holds before a prompt that keeps `kept_tokens` takes it."""
-        tokens = self._idle_tokens[slot]
-        if is_worth_storing(tokens, kept_tokens):
-            self.store(self._owner[slot], tokens, pinned)
+        if tokens := self._idle_tokens[slot]:
+            self.store(self._owner[slot], tokens, kept_tokens, pinned)
 
-    def _longest_stored(self, request: int, reusable_tokens: int) -> tuple[int, StoredMatch]:
-        """Return the session whose stored sequence has the longest common prefix with a prompt, and
-        how it matches. All sequences of other sessions have the shared prefix in common with it."""
+    def _longest_stored(
+        self, request: int, reusable_tokens: int, checkpoints: Iterable[int]
+    ) -> tuple[int, StoredMatch]:
+        """Return the session of whose stored sequence a prompt can reuse most, and how it matches.
+        All sequences of other sessions have the shared prefix in common with it.
+
+        `checkpoints`: the lengths of those that the prompt begins with.
+        """
         session = self._session[request]
         own = self._stored_prefix.get(session, _NOTHING)
         own_common = self.common(request, own, reusable_tokens)
+        own_reusable = self._reusable(session, own_common, checkpoints)
         others = len(self._stored) - (session in self._stored)
-        shared = min(self._shared, reusable_tokens) if others else 0
-        if own_common > shared or not others:
-            return session, StoredMatch(own_common, own.tokens, shared)
+        if not others:
+            return session, StoredMatch(own_reusable, own_common, own.tokens)
+        shared = min(self._shared, reusable_tokens)
         other = next(key for key in self._stored if key != session)
+        reusable = self._reusable(other, shared, checkpoints)
+        if own_reusable > reusable:
+            return session, StoredMatch(own_reusable, own_common, own.tokens, shared)
         second = shared if others > 1 else own_common
-        return other, StoredMatch(shared, self._stored_prefix[other].tokens, second)
+        return other, StoredMatch(reusable, shared, self._stored_prefix[other].tokens, second)
+
+    def _reusable(self, session: int, common: int, checkpoints: Iterable[int]) -> int:
+        """Return how many of the `common` tokens that a prompt has in common with the stored
+        sequence of a session it can reuse."""
+        if not self.is_checkpointed or not common:
+            return common
+        lengths = [self._stored_checkpoint[session], *checkpoints]
+        return checkpointed_tokens(common, self._stored_prefix[session].tokens, lengths)
 
     def _restore(self, session: int, match: StoredMatch) -> None:
         """Copy the stored sequence of a session into a slot."""
-        self.copied_tokens += match.tokens
+        self.copied_tokens += match.tokens + self._sequence_tokens
         if match.is_continued:
             self._stored.remove(session)
             del self._stored_prefix[session]
@@ -861,13 +1038,10 @@ class SimulatedSlots:
         """Return whether a checkpoint holds exactly the first `tokens` tokens of a prompt."""
         return other.tokens == tokens == self.common(request, other, tokens)
 
-    def _longest_checkpoint(self, request: int, reusable_tokens: int, max_tokens: int) -> _Prefix:
-        """Return the longest checkpoint that the prompt begins with, of at most `max_tokens`, the
-        most that some slot holds of the prompt."""
-        fitting = [
-            checkpoint
+    def _checkpoints_of(self, request: int, tokens: int) -> dict[int, _Prefix]:
+        """Return the checkpoints that a request's first tokens begin with, by their lengths."""
+        return {
+            checkpoint.tokens: checkpoint
             for checkpoint in self._checkpoints
-            if checkpoint.tokens <= max_tokens
-            and self.common(request, checkpoint, reusable_tokens) == checkpoint.tokens
-        ]
-        return max(fitting, key=lambda checkpoint: checkpoint.tokens, default=_NOTHING)
+            if self.common(request, checkpoint, tokens) == checkpoint.tokens
+        }

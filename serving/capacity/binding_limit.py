@@ -303,6 +303,7 @@ def _with_all_histories(server: Server) -> SchedulerSettings:
     return msgspec.structs.replace(
         settings,
         stored_tokens=int((lengths.prompt + lengths.output).sum()),
+        stored_sequence_tokens=0,
         copy_token_seconds=settings.copy_token_seconds or copy_seconds,
     )
 

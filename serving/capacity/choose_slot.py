@@ -11,13 +11,14 @@ lists the idle slots. An engine that can truncate a slot reuses any common prefi
 (a recurrent state, sliding-window attention) continues exactly what a slot holds, or starts from a
 checkpoint.
 
-The prompt cache keeps copies of sequences that no slot holds any more. `StoredMatch` says what it
-has of a prompt; `StoredMatch.is_worth_restoring` and `is_worth_storing` decide.
+The prompt cache keeps copies of sequences that no slot holds any more, and of each the longest
+checkpoint if slots cannot be truncated. `StoredMatch` says what it has of a prompt;
+`StoredMatch.is_worth_restoring` and `is_worth_storing` decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
@@ -51,21 +52,21 @@ class CheckpointChoice(NamedTuple):
 
     choice: SlotChoice
     is_restored: bool  # it starts from the checkpoint instead of continuing what the slot holds
-    marks: tuple[int, ...]  # lengths of the prompt at which checkpoints are to be made, ascending
 
 
 class StoredMatch(NamedTuple):
-    """The stored sequence that has the longest common prefix with a prompt. The default is that of
-    an empty prompt cache."""
+    """The stored sequence of which a prompt can reuse most. The default is that of an empty prompt
+    cache."""
 
-    common: int = 0  # tokens of that prefix
+    reusable: int = 0  # tokens that the prompt can reuse
+    common: int = 0  # tokens of their common prefix, of which checkpoints may allow fewer
     tokens: int = 0  # that the sequence has
     second: int = 0  # tokens of the longest common prefix with any other stored sequence
 
     def is_worth_restoring(self, reused: int) -> bool:
         """Return whether the prompt starts from the sequence rather than from the slot of which it
         would reuse `reused` tokens."""
-        return self.common >= reused + MIN_RESTORED_TOKENS
+        return self.reusable >= reused + MIN_RESTORED_TOKENS
 
     @property
     def is_continued(self) -> bool:
@@ -74,6 +75,17 @@ class StoredMatch(NamedTuple):
         conversation: most of it is something else, or another sequence begins alike too."""
         is_shared = self.second > self.common - MIN_REUSED_TOKENS
         return self.common * 2 >= self.tokens and not is_shared
+
+
+def checkpointed_tokens(common: int, held_tokens: int, checkpoints: Iterable[int]) -> int:
+    """Return how many tokens of a stored sequence a prompt can reuse if slots cannot be truncated:
+    all that the sequence has, or those up to a checkpoint.
+
+    `common`: tokens of their common prefix. `checkpoints`: the lengths of checkpoints of either.
+    """
+    if common == held_tokens:
+        return common
+    return max((length for length in checkpoints if length <= common), default=0)
 
 
 def is_worth_storing(held_tokens: int, kept_tokens: int) -> bool:
@@ -106,16 +118,12 @@ def choose_checkpointed_slot(
     held_tokens: Sequence[int],
     free: Sequence[int],
     idle_since: Sequence[float],
-    *,
-    prompt_tokens: int,
     checkpoint_tokens: int,
 ) -> CheckpointChoice:
     """Return the slot of a prompt if slots cannot be truncated.
 
     `checkpoint_tokens`: tokens of the longest checkpoint that the prompt begins with and whose KV
-    some slot still holds; 0: there is none. New checkpoints are made shortly before the prompt's
-    end, where the next turn of the conversation continues, and at the end of a prefix that it
-    shares with another sequence.
+    some slot still holds; 0: there is none.
     """
     # The slots that hold nothing but the beginning of the prompt can be continued as they are.
     continuable = [slot for slot in free if common[slot] == held_tokens[slot]]
@@ -130,12 +138,20 @@ def choose_checkpointed_slot(
     elif reused < MIN_REUSED_TOKENS:
         reused = 0
         source = target = oldest_slot(free, held_tokens, idle_since)
-    longest = max(common)
+    return CheckpointChoice(SlotChoice(target, reused, source), is_restored)
+
+
+def checkpoint_marks(prompt_tokens: int, reused: int, longest: int) -> tuple[int, ...]:
+    """Return the lengths of a prompt at which checkpoints are made, ascending: shortly before its
+    end, where the next turn of the conversation continues, and at the end of the prefix that it
+    shares with another sequence.
+
+    `longest`: tokens of its longest common prefix with what a slot or the prompt cache holds.
+    """
     end = prompt_tokens - PROMPT_TAIL
     lengths = [longest, end] if longest < end - MIN_REUSED_TOKENS else [end]
     min_length = max(MIN_REUSED_TOKENS, reused + 1)
-    marks = tuple(length for length in lengths if length >= min_length)
-    return CheckpointChoice(SlotChoice(target, reused, source), is_restored, marks)
+    return tuple(length for length in lengths if length >= min_length)
 
 
 def _longest(common: Sequence[int], free: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ SLOT_COUNTS = (4, 8, 16, 32, 64, 128, 256)
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that an engine schedules by. The default values are those of a CPU."""
 
-    slots: Count = 16  # sequences that run at the same time
+    slots: Count = 16  # sequences that run at the same time, on each engine
     context_tokens: Count = 2048  # maximum tokens of one sequence
     kv_tokens: Count | None = None  # in the KV cache of all slots; None: slots x context_tokens
     kv_dtype: str = AUTO
@@ -40,8 +40,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds_target: Positive | None = 0.3
     # Of the prompt cache: tokens of sequences that lost their slots, as the engine reports them.
     stored_tokens: Annotated[int, Meta(ge=0)] = 0
+    # What each stored sequence takes beyond its tokens (recurrent states, windows), in tokens.
+    stored_sequence_tokens: Annotated[int, Meta(ge=0)] = 0
     # To copy the KV of a token to or from the prompt cache, as measured when it is made.
     copy_token_seconds: Seconds = 0.0
+    # Engines with these settings that serve the model from one queue, each on cores of its own.
+    engines: Count = 1
 
     @property
     def pool_tokens(self) -> int:
@@ -72,6 +76,7 @@ class RequestedSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: Count | None = None
     step_tokens: Count | None = None
     step_seconds_target: Positive | None = None
+    engines: Count | None = None
 
     @property
     def scheduler(self) -> RequestedSettings:

@@ -26,9 +26,11 @@ from crossover.serving.capacity.batching_simulator import (
     Array,
     Flags,
     Reuse,
+    SharedQueue,
     Simulated,
     Simulation,
     Turns,
+    simulation_of,
 )
 from crossover.serving.capacity.choose_slot import COMPUTED_TAIL, PROMPT_TAIL
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
@@ -427,7 +429,7 @@ class Server:
         return self.played[rate]
 
     def busy_share(self, rate: float) -> float:
-        """Return the share of the time in which the engine is in a step, at this rate."""
+        """Return the share of the time in which an engine is in a step, at this rate."""
         self.play(rate)
         return self.busy_shares[rate]
 
@@ -450,27 +452,28 @@ class Server:
             self.played[rate] = self._finish(simulation, rate)
         return self.share(rate, slo) >= slo.target
 
-    def _begin_at(self, rate: float) -> Simulation:
+    def _begin_at(self, rate: float) -> Simulation | SharedQueue:
         """Return the simulation at this rate, of which nothing is played yet."""
         seconds = self.count / rate + self._seconds_before
         conversations_per_second = rate / self.lengths.mean_turns
         due = due_times(self.arrivals, conversations_per_second, seconds, SEED)
         return self.begin(due - self._seconds_before)
 
-    def _finish(self, simulation: Simulation, rate: float) -> Simulated:
+    def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> Simulated:
         """Play a simulation to its end and return the requests that count. Raises WorkloadError if
         there are none."""
         simulation.play()
         simulated = simulation.results()
         if simulated.work is not None and len(simulated.due):
-            busy_share = rate * simulated.work.seconds / len(simulated.due)
+            busy_engines = rate * simulated.work.seconds / len(simulated.due)
+            busy_share = busy_engines / self.settings.engines
             self.busy_shares[rate] = min(1.0, busy_share)
         is_counted = self._is_counted(simulated.due, rate)
         if not is_counted.any():
             raise WorkloadError("The arrivals have gaps that are too long to simulate")
         return simulated.of(is_counted)
 
-    def _max_share(self, simulation: Simulation, rate: float, slo: Slo) -> float:
+    def _max_share(self, simulation: Simulation | SharedQueue, rate: float, slo: Slo) -> float:
         """Return the SLO attainment if all requests that have not ended yet count and meet it."""
         simulated = simulation.times()
         has_ended = np.isfinite(simulated.e2e)
@@ -574,14 +577,14 @@ class Server:
         simulation.play()
         return simulation.results()
 
-    def begin(self, due: Array) -> Simulation:
+    def begin(self, due: Array) -> Simulation | SharedQueue:
         """Return the simulation of requests that are due at these times, or of conversations that
         begin at them, of which nothing is played yet. The lengths repeat if there are more."""
         lengths = self.lengths
         if lengths.turns is not None:
             return self._begin_conversations(due, lengths.turns)
         index = np.arange(len(due)) % len(lengths.prompt)
-        return Simulation(
+        return simulation_of(
             self.step_times,
             self.settings,
             due,
@@ -591,7 +594,7 @@ class Server:
             reasoning_share=lengths.reasoning_share,
         )
 
-    def _begin_conversations(self, due: Array, turns: Turns) -> Simulation:
+    def _begin_conversations(self, due: Array, turns: Turns) -> Simulation | SharedQueue:
         """Return the simulation of conversations that begin at these times.
 
         Conversations that begin before time 0 proceed as on an idle server until then. Their turns
@@ -615,16 +618,19 @@ class Server:
         by_time = np.argsort(times[last_past_turns])
         ended = last_past_turns[by_time]
         # The slots hold the last of them, and the prompt cache those before.
-        before = index[ended[: -self.settings.slots]]
+        slots = self.settings.slots * self.settings.engines
+        stored_tokens = self.settings.stored_tokens * self.settings.engines
+        before = index[ended[:-slots]]
         held_tokens = self.lengths.prompt[before] + self.lengths.output[before]
-        is_stored = np.cumsum(held_tokens[::-1]) <= self.settings.stored_tokens
-        kept_past_turns = ended[-(self.settings.slots + int(is_stored.sum())) :]
+        held_tokens = held_tokens + self.settings.stored_sequence_tokens
+        is_stored = np.cumsum(held_tokens[::-1]) <= stored_tokens
+        kept_past_turns = ended[-(slots + int(is_stored.sum())) :]
         # All other turns before 0 are left out, because there may be very many of them.
         is_played = ~is_past
         is_played[kept_past_turns] = True
         played_index = np.cumsum(is_played) - 1
         index = index[is_played]
-        return Simulation(
+        return simulation_of(
             self.step_times,
             self.settings,
             times[is_played],

@@ -89,7 +89,8 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
     for model in prepared:
         log.say(*explain(model.placement), model.split.note)
     log.name_models = len(prepared) > 1
-    os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
+    own_split = machine.split(options.cores, options.threads, engines=options.engines)
+    os.sched_setaffinity(0, own_split.api)
 
     def supervisor_of(model: Prepared) -> Supervisor:
         return Supervisor(
@@ -100,6 +101,7 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
                 ttft_seconds=options.ttft_slo_seconds,
             ),
             standby=model.model.standby == "warm",
+            side_by_side=len(model.split.engines) > 1,
             on_event=log.event,
             on_output=log.say,
         )

@@ -42,6 +42,7 @@ REFUSED = (
     "admin_key_env",
     "cores",
     "api_cores",
+    "engines",
 )
 
 

@@ -8,6 +8,7 @@ wakes up once per step and not once per token.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -114,6 +115,27 @@ class StepStats(msgspec.Struct, array_like=True):
     preemptions: int  # since the start
     between_seconds: float = 0.0  # from the end of the previous step to the start of this one
     prompt_cache: PromptCacheStats | None = None  # None: the engine has none
+
+
+def joined(stats: Sequence[StepStats]) -> StepStats:
+    """Return the state of several engines together, as sums."""
+    if len(stats) == 1:
+        return stats[0]
+    caches = [each.prompt_cache for each in stats if each.prompt_cache is not None]
+    sums = {
+        name: sum(getattr(each, name) for each in stats)
+        for name in StepStats.__struct_fields__
+        if name != "prompt_cache"
+    }
+    cache = None
+    if caches:
+        cache = PromptCacheStats(
+            **{
+                name: sum(getattr(each, name) for each in caches)
+                for name in PromptCacheStats.__struct_fields__
+            }
+        )
+    return StepStats(**sums, prompt_cache=cache)
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):

@@ -84,6 +84,7 @@ class Scheduler:
             self.settings = msgspec.structs.replace(
                 self.settings,
                 stored_tokens=self._prompt_cache.stored_tokens,
+                stored_sequence_tokens=self._prompt_cache.sequence_tokens,
                 copy_token_seconds=self._prompt_cache.copy_token_seconds,
             )
         self._step_clock = StepClock()

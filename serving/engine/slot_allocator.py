@@ -19,9 +19,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from crossover.serving.backends.backend_interface import Backend, Exporting
+from crossover.serving.backends.backend_interface import Backend, Exporting, Saved
 from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
+    StoredMatch,
+    checkpoint_marks,
     choose_checkpointed_slot,
     choose_slot,
     is_worth_storing,
@@ -41,7 +43,7 @@ class Checkpoint:
 
     tokens: Tokens
     salt: str
-    saved: Any  # crossover.serving.backends.backend_interface.Saved
+    saved: Saved
 
 
 class SlotAllocation(NamedTuple):
@@ -56,8 +58,8 @@ class SlotAllocator:
     """The slots of one backend.
 
     `reuses`: released slots keep their KV for prefix reuse. `prompt_cache_bytes`: for the KV of
-    sequences that lose their slots; 0: there is no prompt cache. Only a backend that can truncate
-    slots and export them has one.
+    sequences that lose their slots; 0: there is no prompt cache. Only a backend that can export
+    slots has one.
     """
 
     def __init__(self, backend: Backend, reuses: bool, prompt_cache_bytes: int = 0) -> None:
@@ -90,8 +92,7 @@ class SlotAllocator:
         `running`: the computed tokens of each slot in use, whose prefixes may be copied.
         `salt`: only what has the same one is reused.
         """
-        choose = self._choose_with_checkpoints if self._uses_checkpoints else self._choose
-        allocation = choose(prompt, running, salt)
+        allocation = self._choose(prompt, running, salt)
         self._idle_tokens[allocation.slot] = _NOTHING
         self._salts[allocation.slot] = salt
         self._backend.truncate(allocation.slot, allocation.reused)
@@ -134,22 +135,44 @@ class SlotAllocator:
         return True
 
     def _choose(self, prompt: Tokens, running: Mapping[int, Tokens], salt: str) -> SlotAllocation:
-        """Return a free slot for a backend that can truncate slots, or if nothing is reused."""
-        free = self._free(running)
+        """Return a free slot that holds the reused part of the prompt, and may hold more."""
+        free = [slot for slot in range(len(self._idle_tokens)) if slot not in running]
         if not self._reuses:
             return SlotAllocation(free[0], 0)
         reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
-        common_tokens = self._common(reusable, running, salt)
-        slot, reused, source = choose_slot(
-            common_tokens, self._idle_lengths, free, self._idle_since
-        )
-        restored = self._restore(reusable, running, free, reused, salt)
-        if restored is not None:
-            return restored
-        self._store(slot, self._idle_tokens[slot], reused if source == slot else 0)
-        if source != slot:
-            self._copy(source, slot, reused)
-        return SlotAllocation(slot, reused)
+        common = self._common(reusable, running, salt)
+        slots = (common, self._idle_lengths, free, self._idle_since)
+        checkpoint = None
+        checkpoints: dict[int, Checkpoint] = {}  # those that it begins with, by their tokens
+        if self._uses_checkpoints:
+            checkpoints = self._checkpoints_of(reusable, salt)
+            # A longer one is useless, since no slot holds the rest of its KV.
+            lengths = (tokens for tokens in checkpoints if tokens <= max(common))
+            longest = max(lengths, default=0)
+            (slot, reused, source), is_restored = choose_checkpointed_slot(*slots, longest)
+            checkpoint = checkpoints[longest] if is_restored else None
+        else:
+            slot, reused, source = choose_slot(*slots)
+        sequence, match = None, StoredMatch()
+        if self.prompt_cache is not None:
+            sequence, match = self.prompt_cache.longest(reusable, salt, checkpoints)
+        if sequence is not None and match.is_worth_restoring(reused):
+            slot = oldest_slot(free, self._idle_lengths, self._idle_since)
+            checkpoint = checkpoints.get(match.reusable)
+            reused = self._restore(slot, sequence, match, checkpoint, running)
+        else:
+            self._store(slot, self._idle_tokens[slot], reused if source == slot else 0)
+            if checkpoint is not None:
+                self._backend.restore(slot, checkpoint.saved, source)
+            elif source != slot:
+                self._copy(source, slot, reused)
+        if checkpoint is not None:  # now the most recently used
+            self._checkpoints.remove(checkpoint)
+            self._checkpoints.append(checkpoint)
+        if not self._uses_checkpoints:
+            return SlotAllocation(slot, reused)
+        marks = checkpoint_marks(len(prompt), reused, max(*common, match.common, match.second))
+        return SlotAllocation(slot, reused, marks)
 
     def _copy(self, source: int, slot: int, tokens: int) -> None:
         """Copy the first tokens of a slot to another one."""
@@ -160,20 +183,14 @@ class SlotAllocator:
 
     def _restore(
         self,
-        reusable: Tokens,
+        slot: int,
+        sequence: StoredSequence,
+        match: StoredMatch,
+        checkpoint: Checkpoint | None,
         running: Mapping[int, Tokens],
-        free: list[int],
-        reused: int,
-        salt: str,
-    ) -> SlotAllocation | None:
-        """Return a free slot into which a stored sequence was copied. None: the prompt cache has
-        nothing that saves more than the `reused` tokens that the slots save."""
-        if self.prompt_cache is None:
-            return None
-        sequence, match = self.prompt_cache.longest(reusable, salt)
-        if sequence is None or not match.is_worth_restoring(reused):
-            return None
-        slot = oldest_slot(free, self._idle_lengths, self._idle_since)
+    ) -> int:
+        """Copy a stored sequence into a free slot. Return how many of its tokens the slot holds."""
+        assert self.prompt_cache is not None
         self._store(slot, self._idle_tokens[slot], 0, sequence)
         self._backend.truncate(slot, 0)
         self._idle_tokens[slot] = _NOTHING
@@ -182,62 +199,38 @@ class SlotAllocator:
         while running_tokens + self.idle_tokens + len(sequence.tokens) > self._pool_tokens:
             if not self.drop_oldest(pinned=sequence):
                 break
-        is_restored = self.prompt_cache.restore(slot, sequence, match)
-        return SlotAllocation(slot, match.common if is_restored else 0)
+        saved = None if checkpoint is None else checkpoint.saved
+        is_restored = self.prompt_cache.restore(slot, sequence, match, saved)
+        return match.reusable if is_restored else 0
 
     def _store(
         self, slot: int, tokens: Tokens, kept_tokens: int, pinned: StoredSequence | None = None
     ) -> None:
         """Store what a slot holds before it is overwritten from `kept_tokens` tokens on."""
+        salt = self._salts[slot]
+        # One of all tokens would be no more than what the slot itself holds.
+        checkpoints = self._checkpoints_of(tokens[:-1], salt) if self._uses_checkpoints else {}
+        longest = max(checkpoints, default=0)
+        if longest > kept_tokens:  # it was for the next turn in this slot
+            self._checkpoints.remove(checkpoints[longest])
+            self._checkpoints.insert(0, checkpoints[longest])  # the first to be dropped
         if self.prompt_cache is not None and is_worth_storing(len(tokens), kept_tokens):
-            self.prompt_cache.store(slot, tokens, self._salts[slot], pinned)
-
-    def _choose_with_checkpoints(
-        self, prompt: Tokens, running: Mapping[int, Tokens], salt: str
-    ) -> SlotAllocation:
-        """Return a free slot for a backend that cannot truncate slots, but has checkpoints."""
-        reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
-        common_tokens = self._common(reusable, running, salt)
-        checkpoint = self._longest_checkpoint(reusable, max(common_tokens), salt)
-        (slot, reused, source), is_restored, marks = choose_checkpointed_slot(
-            common_tokens,
-            self._idle_lengths,
-            self._free(running),
-            self._idle_since,
-            prompt_tokens=len(prompt),
-            checkpoint_tokens=0 if checkpoint is None else len(checkpoint.tokens),
-        )
-        if is_restored and checkpoint is not None:
-            self._backend.restore(slot, checkpoint.saved, source)
-            self._checkpoints.remove(checkpoint)
-            self._checkpoints.append(checkpoint)  # now the most recently used
-        elif not reused:
-            self._backend.truncate(slot, 0)
-        return SlotAllocation(slot, reused, marks)
-
-    def _free(self, running: Mapping[int, Tokens]) -> list[int]:
-        return [slot for slot in range(len(self._idle_tokens)) if slot not in running]
+            saved = checkpoints[longest].saved if checkpoints else None
+            self.prompt_cache.store(slot, tokens, salt, pinned, saved)
 
     @property
     def _idle_lengths(self) -> list[int]:
         """Return the number of tokens in the KV of each idle slot; 0 for slots in use."""
         return [len(tokens) for tokens in self._idle_tokens]
 
-    def _longest_checkpoint(
-        self, reusable: Tokens, max_tokens: int, salt: str
-    ) -> Checkpoint | None:
-        """Return the longest checkpoint that `reusable` begins with.
-
-        `max_tokens`: how many of these tokens some slot holds; a longer checkpoint is useless.
-        """
-        fitting = [
-            checkpoint
+    def _checkpoints_of(self, tokens: Tokens, salt: str) -> dict[int, Checkpoint]:
+        """Return the checkpoints that these tokens begin with, by their lengths."""
+        return {
+            len(checkpoint.tokens): checkpoint
             for checkpoint in self._checkpoints
             if checkpoint.salt == salt
-            and len(checkpoint.tokens) <= max_tokens
-            and common_prefix(checkpoint.tokens, reusable) == len(checkpoint.tokens)
-        ]
-        return max(fitting, key=lambda checkpoint: len(checkpoint.tokens), default=None)
+            and common_prefix(checkpoint.tokens, tokens) == len(checkpoint.tokens)
+        }
 
     def _common(self, reusable: Tokens, running: Mapping[int, Tokens], salt: str) -> list[int]:
         """Return, by slot, how many of the reusable tokens its KV begins with."""

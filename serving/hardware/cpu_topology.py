@@ -12,7 +12,7 @@ its weights lie on one node, and small cores beside big ones. HTTP then runs on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,17 +25,33 @@ SHARED_CORES = 8  # up to this many cores, engine and HTTP share all of them by 
 SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's scheduling weight
 
 
+class EngineCores(msgspec.Struct, frozen=True):
+    """What one engine runs on."""
+
+    cores: tuple[int, ...]
+    # NUMA nodes that its memory is allocated on: one, or several in turns; (): the machine has only
+    # one.
+    memory_nodes: tuple[int, ...] = ()
+
+
 class CoreSplit(msgspec.Struct, frozen=True):
     """How the cores are divided."""
 
-    engine: tuple[int, ...]  # core numbers of the engine
+    engines: tuple[EngineCores, ...]  # at least one; several serve the model from one queue
     api: tuple[int, ...]  # core numbers of the HTTP process
-    threads: int  # of the engine
-    nice: int  # the engine's niceness, above 0 if it shares cores with HTTP
+    threads: int  # of each engine
+    nice: int  # the engines' niceness, above 0 if they share cores with HTTP
     note: str  # the same in words, with the reason
-    # NUMA nodes that the engine's memory is allocated on: one, or several in turns; (): the machine
-    # has only one.
-    memory_nodes: tuple[int, ...] = ()
+
+    @property
+    def engine(self) -> tuple[int, ...]:
+        """Return the core numbers of all engines."""
+        return tuple(sorted(core for engine in self.engines for core in engine.cores))
+
+    @property
+    def memory_nodes(self) -> tuple[int, ...]:
+        """Return the NUMA nodes of all engines' memory."""
+        return tuple(sorted({node for engine in self.engines for node in engine.memory_nodes}))
 
 
 def split_cores(
@@ -46,15 +62,18 @@ def split_cores(
     root: Path = ROOT,
     quota: float | None = None,
     memory_bytes: int = 0,
+    engines: int = 1,
 ) -> CoreSplit:
     """Divide the allowed cores.
 
     `engine`, `api`, `threads`: what the user has set; (), None: nothing. The default is one thread
-    per physical core of the engine, but no more than the whole cores of the CPU `quota` (None:
-    unlimited). `memory_bytes`: the engine's predicted memory, which must fit on a NUMA node if the
-    engine is to run on that node alone; 0: not known yet.
+    per physical core of an engine, but no more than the whole cores of its part of the CPU `quota`
+    (None: unlimited). `engines`: that divide the cores of `engine`; each is on one NUMA node.
+    `memory_bytes`: the predicted memory of all engines, which must fit on their nodes if they are
+    to run there alone; 0: not known yet.
 
-    Raises ServingError if the user names a core that is not allowed.
+    Raises ServingError if the user names a core that is not allowed, or wants more engines than
+    there are cores.
     """
     for name, requested in (("--cores", engine), ("--api-cores", api)):
         outside = [core for core in requested if core not in allowed]
@@ -64,7 +83,7 @@ def split_cores(
                 f"Allowed cores: {cores_text(allowed)}."
             )
     options = "--cores and --api-cores change this"
-    best_cores, why_best = best_engine_cores(allowed, root, memory_bytes)
+    best_cores, why_best = best_engine_cores(allowed, root, memory_bytes, engines)
     if engine or api:
         # If only one of them is set, the other gets the remaining cores, or all if none remain.
         remaining = tuple(core for core in allowed if core not in (engine or api)) or allowed
@@ -82,38 +101,100 @@ def split_cores(
     else:
         engine = api = allowed
         why = f"shared, HTTP has priority; {options}"
-    physical_cores = len(set(physical_of(engine, root).values()))
-    count = threads or whole_cores(physical_cores, quota)
+    parts = divide_among(engines, engine, root, quota)
+    shares = tuple(
+        EngineCores(part, _memory_nodes(part, root, memory_bytes // engines * neighbors))
+        for part, neighbors in _with_neighbors(parts, root)
+    )
+    physical_cores = len(set(physical_of(parts[0], root).values()))
+    own_quota = None if quota is None else quota / engines
+    count = threads or whole_cores(physical_cores, own_quota)
     threads_text = "1 thread" if count == 1 else f"{count} threads"
     if threads is None and count < physical_cores:
         threads_text += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
     nice = SHARED_NICE if set(engine) & set(api) else 0
     nice_text = f" at nice {nice}" if nice else ""
-    memory_nodes = _memory_nodes(engine, root, memory_bytes)
-    note = (
-        f"engine on cores {cores_text(engine)} with {threads_text}{nice_text}"
-        f"{_memory_text(memory_nodes)}, HTTP on {cores_text(api)} ({why})"
+    engines_text = "engine" if engines == 1 else f"{engines} engines"
+    each_text = "" if engines == 1 else " each"
+    cores_and_memory = " and ".join(
+        f"{cores_text(share.cores)}{_memory_text(share.memory_nodes)}" for share in shares
     )
-    return CoreSplit(engine, api, count, nice, note, memory_nodes)
+    note = (
+        f"{engines_text} on cores {cores_and_memory} with {threads_text}{each_text}{nice_text}, "
+        f"HTTP on {cores_text(api)} ({why})"
+    )
+    return CoreSplit(shares, api, count, nice, note)
+
+
+def divide_among(
+    engines: int, cores: tuple[int, ...], root: Path = ROOT, quota: float | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of each of these engines: equally many physical cores, all on one NUMA node
+    if there are at least as many engines as nodes. Cores that remain are left out.
+
+    Raises ServingError if an engine would have no core.
+    """
+    if engines == 1:
+        return (cores,)
+    nodes = nodes_of(cores, numa_nodes(root))
+    groups = [cores]
+    if 1 < len(nodes) <= engines:
+        groups = [tuple(core for core in cores if core in node.cpus) for node in nodes]
+    if engines % len(groups):
+        fewer = engines // len(groups) * len(groups)
+        raise ServingError(
+            f"--engines {engines} cannot be divided among the {len(groups)} NUMA nodes of cores "
+            f"{cores_text(cores)}. Use {fewer} or {fewer + len(groups)}."
+        )
+    engines_of_group = engines // len(groups)
+    groups_by_physical: list[list[list[int]]] = []
+    for group in groups:
+        by_physical: dict[int, list[int]] = {}
+        for core, physical in physical_of(group, root).items():
+            by_physical.setdefault(physical, []).append(core)
+        groups_by_physical.append(list(by_physical.values()))
+    count = min(map(len, groups_by_physical)) // engines_of_group
+    if not count or (quota is not None and quota < engines):
+        quota_text = "" if quota is None else f" and a CPU quota of {quota:g}"
+        total = sum(map(len, groups_by_physical))
+        raise ServingError(
+            f"--engines {engines} needs a physical core for each engine, but cores "
+            f"{cores_text(cores)} are {total}{quota_text}."
+        )
+    parts: list[tuple[int, ...]] = []
+    for physical_cores in groups_by_physical:
+        for start in range(0, engines_of_group * count, count):
+            logical = [core for one in physical_cores[start : start + count] for core in one]
+            parts.append(tuple(sorted(logical)))
+    return tuple(parts)
 
 
 def best_engine_cores(
-    allowed: tuple[int, ...], root: Path = ROOT, memory_bytes: int = 0
+    allowed: tuple[int, ...], root: Path = ROOT, memory_bytes: int = 0, engines: int = 1
 ) -> tuple[tuple[int, ...], str]:
-    """Return the cores on which an engine runs best, and the reason if these are not all.
+    """Return the cores on which the engines of a model run best, and the reason if these are not
+    all.
 
-    These are the cores of one NUMA node, if the engine's memory fits there: the node with the most
-    cores, or of several the one with the most free memory. Of cores with different speeds, they are
-    those that compute most together, since each operator waits for the slowest of them.
+    These are the cores of one NUMA node for each engine, as far as there are nodes, if the memory
+    of all engines fits there: the nodes with the most cores, or of several the ones with the most
+    free memory. Of cores with different speeds, they are those that compute most together, since
+    each operator waits for the slowest of them.
     """
     cores, why = allowed, ""
     nodes = nodes_of(allowed, numa_nodes(root))
-    fitting_nodes = [node for node in nodes if memory_bytes <= node.free_bytes]
-    if len(nodes) > 1 and fitting_nodes:
+    needed = min(engines, len(nodes))
+    fitting_nodes = [node for node in nodes if memory_bytes <= node.free_bytes * needed]
+    if needed < len(nodes) and len(fitting_nodes) >= needed:
         count = {node.number: len(set(node.cpus) & set(allowed)) for node in nodes}
-        best = max(fitting_nodes, key=lambda node: (count[node.number], node.free_bytes))
-        cores = tuple(core for core in allowed if core in best.cpus)
-        why = f"one NUMA node of {len(nodes)}, since the weights lie on one"
+        fitting_nodes.sort(key=lambda node: (count[node.number], node.free_bytes), reverse=True)
+        best = {cpu for node in fitting_nodes[:needed] for cpu in node.cpus}
+        cores = tuple(core for core in allowed if core in best)
+        why = (
+            f"one NUMA node of {len(nodes)}, since the weights lie on one; --engines {len(nodes)} "
+            "uses all"
+        )
+        if needed > 1:
+            why = f"{needed} NUMA nodes of {len(nodes)}, one for each engine"
     fast_cores = _fast_cores(cores, root)
     if fast_cores != cores:
         reason = "the faster cores, since each operator waits for the slowest"
@@ -143,9 +224,18 @@ def _fast_cores(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
     return cores_from(best)
 
 
+def _with_neighbors(
+    parts: Sequence[tuple[int, ...]], root: Path
+) -> list[tuple[tuple[int, ...], int]]:
+    """Return the cores of each engine with the number of engines on the same NUMA nodes."""
+    nodes = numa_nodes(root)
+    places = [nodes_of(part, nodes) for part in parts]
+    return [(part, places.count(place)) for part, place in zip(parts, places, strict=True)]
+
+
 def _memory_nodes(engine: tuple[int, ...], root: Path, memory_bytes: int) -> tuple[int, ...]:
-    """Return the NUMA nodes for an engine's memory: those of its cores, or all if it does not fit
-    there; (): there is only one node."""
+    """Return the NUMA nodes for an engine's memory: those of its cores, or all if the memory of the
+    engines there does not fit; (): there is only one node."""
     nodes = numa_nodes(root)
     if len(nodes) < 2:
         return ()

@@ -177,6 +177,9 @@ class Request:
         self.status = status
         label = self._backend_label().encode()
         headers = [(b"x-request-id", self.id), (b"x-crossover-backend", label), *self.cors_headers]
+        engine = None if self.stream is None else self.stream.engine
+        if engine is not None and engine.number is not None:
+            headers.append((b"x-crossover-engine", str(engine.number).encode()))
         headers += [(name.lower().encode(), value.encode()) for name, value in more_headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -3,7 +3,8 @@
     app = App(registry, api_key="...")
     uvicorn.run(app, **server_options())    # crossover.serving.http.http_server
 
-Every response, also an error, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's
+Every response, also an error, has X-Request-Id and X-Crossover-Backend, and an answer of one of
+several engines has X-Crossover-Engine, its number from 1; every error has OpenAI's
 error body.
 """
 
@@ -212,7 +213,10 @@ class App:
             return ()
         return (
             (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", b"X-Request-Id, X-Crossover-Backend, Retry-After"),
+            (
+                b"access-control-expose-headers",
+                b"X-Request-Id, X-Crossover-Backend, X-Crossover-Engine, Retry-After",
+            ),
             (b"vary", b"Origin"),
         )
 

@@ -30,6 +30,7 @@ from crossover.serving.http.request_validation import check_ids
 from crossover.serving.metrics import CONTENT_TYPE
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
+from crossover.serving.supervisor.engine_process import EngineProcess
 
 # Keys of /v1/placement that are null while no engine is ready.
 _KEYS_OF_READY_ENGINE = (
@@ -143,6 +144,8 @@ async def placement(request: Request) -> dict[str, Any]:
         "state": supervisor.state,
         "reason": supervisor.reason or None,
         "engine": engine | msgspec.structs.asdict(settings),
+        # All processes that serve, load or are on standby.
+        "engine_processes": [_describe_process(engine) for engine in supervisor.engines],
         "restarts": supervisor.restarts,
         "fallbacks": supervisor.fallbacks,
         "bridges": supervisor.bridges,
@@ -155,22 +158,48 @@ async def placement(request: Request) -> dict[str, Any]:
     }
 
 
+def _describe_process(engine: EngineProcess) -> dict[str, Any]:
+    """Return what one engine process runs on and does, for /v1/placement."""
+    return {
+        "pid": engine.pid,
+        "engine": engine.name,
+        "is_ready": engine.ready is not None,
+        "cores": engine.config.cores,
+        "memory_nodes": engine.config.memory_nodes,
+        "share_on_nodes": _share_on_nodes(engine),
+        "rss_bytes": None if engine.pid is None else resident_bytes(engine.pid),
+        "in_flight": engine.in_flight,
+    }
+
+
+def _share_on_nodes(engine: EngineProcess) -> float | None:
+    """Return the share of an engine's memory on the NUMA nodes that it was given; None: it was
+    given none, or it is not running."""
+    if engine.pid is None or not engine.alive:
+        return None
+    return memory_share_on(engine.config.memory_nodes, engine.pid)
+
+
 def _describe_ready_engine(model: ServedModel, ready: Ready) -> dict[str, Any]:
     """Return the values of _KEYS_OF_READY_ENGINE."""
     supervisor, info = model.supervisor, ready.info
-    # The process's memory now, because it grows with the contexts after the load.
-    pid = supervisor.engine_pid
-    rss_bytes = ready.rss_bytes if pid is None else resident_bytes(pid)
-    peak_rss_bytes = ready.peak_rss_bytes if pid is None else peak_resident_bytes(pid)
+    # The processes' memory now, because it grows with the contexts after the load.
+    pids = supervisor.serving_pids
+    rss_bytes, peak_rss_bytes = ready.rss_bytes, ready.peak_rss_bytes
+    if pids:
+        rss_bytes = sum(resident_bytes(pid) or 0 for pid in pids)
+        peak_rss_bytes = sum(peak_resident_bytes(pid) or 0 for pid in pids)
     return {
         "memory": {
             "predicted": _predicted_memory(model),
             "rss_bytes": rss_bytes,
             "peak_rss_bytes": peak_rss_bytes,
-            # Of the memory, on the NUMA nodes that the engine was given; null: given none.
-            "share_on_nodes": None
-            if pid is None
-            else memory_share_on(supervisor.config.memory_nodes, pid),
+            # Of the memory, on the NUMA nodes that the engine was given (of several engines, the
+            # smallest share); null: given none.
+            "share_on_nodes": min(
+                (share for engine in supervisor.engines if (share := _share_on_nodes(engine))),
+                default=None,
+            ),
         },
         "device_name": info.device_name,
         "load_seconds": ready.load_seconds,
@@ -188,7 +217,7 @@ def _prompt_cache(model: ServedModel) -> dict[str, int] | None:
     stats = supervisor.requests.stats
     cache = None if stats is None else stats.prompt_cache
     return {
-        "bytes": supervisor.config.prompt_cache_bytes,
+        "bytes": supervisor.config.prompt_cache_bytes * supervisor.ready.info.settings.engines,
         "used_bytes": 0 if cache is None else cache.used_bytes,
         "sequences": 0 if cache is None else cache.sequences,
     }
@@ -198,14 +227,15 @@ def _describe_prefix_reuse(config: EngineConfig, info: BackendInfo) -> str:
     """Return which prefixes of earlier prompts a new prompt can reuse, and why not more."""
     if not config.prefix_reuse:
         return "nothing: prefix_reuse is off"
+    stored = ""
     if info.settings.stored_tokens:
-        return f"any common prefix, also of {size(config.prompt_cache_bytes)} of earlier sequences"
+        stored = f", also of {size(config.prompt_cache_bytes)} of earlier sequences"
     if info.rewinds:
-        return "any common prefix"
+        return f"any common prefix{stored}"
     if info.has_checkpoints:
         return (
             "from checkpoints, shortly before the end of each prompt and where two prompts "
-            f"diverge, since {info.why_not_rewinds}"
+            f"diverge{stored}, since {info.why_not_rewinds}"
         )
     return f"nothing: {info.why_not_rewinds or 'this engine cannot truncate a sequence'}"
 

@@ -157,9 +157,6 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     # server starts.
     may_measure_reference: bool = False
     are_threads_open: bool = False  # the user set no number of threads, so half are tried too
-    # The workload is only assumed: of numbers of slots that serve it equally well, the largest is
-    # chosen, because idle slots keep the histories of conversations.
-    prefers_more_slots: bool = False
 
     @property
     def settings(self) -> SchedulerSettings:
@@ -246,7 +243,7 @@ def _slots_of(
         SLO_PRESETS["batch"] if engine.is_without_slo else question.slo,
         max_slots=max_slots(question.request, facts, on_cpu),
         doubling_cost=spec_of(engine.backend).slot_doubling_cost,
-        prefers_more=question.prefers_more_slots,
+        prefers_more=True,
     )
 
 

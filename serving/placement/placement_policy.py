@@ -16,6 +16,8 @@ The predicted memory is the sum of
 - the buffers of a step's computation, which grow with the context;
 - the backend's overhead, from the table of backends.
 
+Several engines that serve the model from one queue need it as often, the weights too.
+
 For a GGUF file on the CPU, llama.cpp itself reports the cache, state and buffer sizes
 (`PlacementRequest.memory_by_context`).
 """
@@ -104,7 +106,7 @@ class Attempt(msgspec.Struct, frozen=True):
     backend: str
     weight_format: str
     device_name: str
-    memory: EngineMemory
+    memory: EngineMemory  # of all engines that serve from one queue
     free_bytes: int | None  # free memory that may be used; None: the machine does not report it
     settings: SchedulerSettings = SchedulerSettings()  # with the KV type that the engine stores
     device_id: str = ""  # the GPU's UUID; "": the CPU, or the driver reports no UUID
@@ -198,9 +200,6 @@ def _why_smaller_cache(request: PlacementRequest, requested_bytes: int, attempt:
         return "no prompt cache, since prefix reuse is off"
     if not spec_of(attempt.backend).has_export or attempt.device == "gpu":
         return f"no prompt cache, which {engine} does not have"
-    if attempt.memory.state_bytes:
-        name = request.model.name
-        return f"no prompt cache, since {name} has states or windows that cannot be truncated"
     requested = size(requested_bytes)
     fitting = size(attempt.memory.prompt_cache_bytes)
     return f"prompt cache reduced from {requested} to {fitting}, which fits in memory"
@@ -337,6 +336,9 @@ def consider(request: PlacementRequest, facts: HardwareFacts, engine: Engine) ->
     """
     if engine.why_not is not None:
         return Considered(engine, None, engine.why_not)
+    if engine.device == "gpu" and (request.settings.engines or 1) > 1:
+        text = f"the GPU runs one engine, so --engines {request.settings.engines} uses the CPU"
+        return Considered(engine, None, Reason(Cause.forced, text))
     attempt = predict(request, facts, engine)
     backend, where = engine.backend, f"on the {engine.device.upper()}"
     requested_dtype, settings = request.settings.kv_dtype, attempt.settings
@@ -418,9 +420,8 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
             )
         memory = msgspec.structs.replace(
             memory, weight_bytes=weight_bytes, overhead_bytes=overhead_bytes
-        )
-        can_cache = spec.has_export and gpu is None and not memory.state_bytes
-        if request.prefix_reuse and can_cache:
+        ).of_engines(settings.engines)
+        if request.prefix_reuse and spec.has_export and gpu is None:
             cache_bytes = _prompt_cache_bytes(request, memory, usable_bytes)
             memory = msgspec.structs.replace(memory, prompt_cache_bytes=cache_bytes)
         return Attempt(
@@ -487,7 +488,8 @@ def _prompt_cache_bytes(
     free_bytes = max(0, usable_bytes - memory.total_bytes)
     if requested_bytes is not None:
         return min(requested_bytes, free_bytes)
-    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * memory.kv_bytes)
+    slots_bytes = memory.kv_bytes + memory.state_bytes
+    max_bytes = min(MAX_PROMPT_CACHE_BYTES, MAX_PROMPT_CACHE_TO_KV * slots_bytes)
     return min(max_bytes, int(PROMPT_CACHE_SHARE * free_bytes))
 
 
@@ -540,10 +542,12 @@ def narrowed(
 
 def explain(placement: Placement) -> list[str]:
     """Return the decision as lines of text: what runs where, its memory, and every reason."""
+    settings = placement.settings
+    engines = "" if settings.engines == 1 else f"{settings.engines} engines each with "
     lines = [
         f"{placement.model} on the {placement.device.upper()} with {placement.backend}, "
-        f"format {placement.weight_format}, {placement.settings.slots} slots "
-        f"of {placement.settings.context_tokens} tokens"
+        f"format {placement.weight_format}, {engines}{settings.slots} slots "
+        f"of {settings.context_tokens} tokens"
     ]
     for number, attempt in enumerate(placement.attempts):
         prefix = "falls back to " if number > 0 else ""
@@ -552,7 +556,8 @@ def explain(placement: Placement) -> list[str]:
         lines.append(
             f"  {prefix}{attempt.device.upper()} {attempt.backend} "
             f"({attempt.device_name}): {attempt.memory.in_words} = {size(attempt.need_bytes)} "
-            f"({attempt.settings.pool_tokens} KV tokens, {attempt.settings.kv_dtype}); "
+            f"({attempt.settings.pool_tokens * attempt.settings.engines} KV tokens, "
+            f"{attempt.settings.kv_dtype}); "
             f"may use {free}{verdict}"
         )
     if placement.device == "gpu" and len(placement.attempts) == 1:

@@ -32,8 +32,13 @@ from crossover.serving.backends.backend_table import (
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
 from crossover.serving.backends.onnx.onnx_folder import weight_bytes
 from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
-from crossover.serving.errors import Cause, Unsupported
-from crossover.serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
+from crossover.serving.errors import Cause, ServingError, Unsupported
+from crossover.serving.hardware.cpu_topology import (
+    CoreSplit,
+    EngineCores,
+    parse_cores,
+    split_cores,
+)
 from crossover.serving.hardware.gpus import GpuFacts, render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from crossover.serving.placement.engines import Engine, Obstacles, Reason, Wanted, engines
@@ -76,14 +81,19 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def configs(self) -> tuple[EngineConfig, ...]:
-        """Return a configuration for each attempt of the placement."""
+        """Return the configurations of all attempts of the placement."""
         return self.configs_of(self.placement)
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
-        """Return the configurations for a placement, possibly a later one on another GPU."""
-        return tuple(self._config_of(attempt) for attempt in placement.attempts)
+        """Return the configurations for a placement, possibly a later one on another GPU. Several
+        engines that serve from one queue have one each."""
+        return tuple(
+            self._config_of(attempt, engine)
+            for attempt in placement.attempts
+            for engine in self.split.engines
+        )
 
-    def _config_of(self, attempt: Attempt) -> EngineConfig:
+    def _config_of(self, attempt: Attempt, engine: EngineCores) -> EngineConfig:
         files = self.files[attempt.backend]
         # Not the attempt's KV type: that is a prediction of what the backend chooses.
         kv_dtype = self.model.kv_dtype or AUTO
@@ -98,10 +108,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             device_vendor=attempt.vendor,
             settings=msgspec.structs.replace(attempt.settings, kv_dtype=kv_dtype),
             prefix_reuse=self.model.prefix_reuse,
-            prompt_cache_bytes=attempt.memory.prompt_cache_bytes,
+            prompt_cache_bytes=attempt.memory.prompt_cache_bytes // attempt.settings.engines,
             threads=self.split.threads,
-            cores=self.split.engine,
-            memory_nodes=self.split.memory_nodes if attempt.device == "cpu" else (),
+            cores=engine.cores,
+            memory_nodes=engine.memory_nodes if attempt.device == "cpu" else (),
             # A GPU waits while its host process does not run, so that one keeps its priority.
             nice=self.split.nice if attempt.device == "cpu" else 0,
             shares_cores=self.shares_cores and attempt.device == "cpu",
@@ -146,9 +156,13 @@ class Machine:
         return msgspec.structs.replace(facts, gpus=tuple(gpus))
 
     def split(
-        self, cores: str, threads: int | None, placement: Placement | None = None
+        self,
+        cores: str,
+        threads: int | None,
+        placement: Placement | None = None,
+        engines: int | None = None,
     ) -> CoreSplit:
-        """Return the cores of an engine with these options and of the HTTP process. Raises
+        """Return the cores of the engines with these options and of the HTTP process. Raises
         ServingError.
 
         `placement`: whose engines on the CPU must find memory; None: not known yet.
@@ -162,6 +176,7 @@ class Machine:
             threads,
             quota=cgroup_cores(),
             memory_bytes=max(cpu_bytes, default=0),
+            engines=engines or 1,
         )
 
     def obstacles(self, wanted: Wanted, facts: HardwareFacts) -> Obstacles:
@@ -227,9 +242,16 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     ServingError for impossible options.
     """
     facts = facts or machine.facts()
+    if (model.engines or 1) > 1:
+        machine.split(model.cores, model.threads, engines=model.engines)  # are there enough cores?
+        if model.standby == "warm":
+            raise ServingError(
+                f"--standby warm keeps a fallback loaded, and --engines {model.engines} has none: "
+                "when an engine dies, the others serve. Remove one of the two options."
+            )
     request = find_model(model, machine, facts)
     placement = machine.place(request, facts)
-    split = machine.split(model.cores, model.threads, placement)
+    split = machine.split(model.cores, model.threads, placement, model.engines)
     placed_request = with_context(request, placement.settings.context_tokens)
     question = engine_question(model, placed_request, split, machine)
     if question is not None and placement.device == "gpu":
@@ -242,7 +264,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
-        split = machine.split(model.cores, choice.threads or model.threads, placement)
+        threads = choice.threads or model.threads
+        split = machine.split(model.cores, threads, placement, model.engines)
     backends = [attempt.backend for attempt in placement.attempts]
     options = options_by_backend(model.options, backends)  # checked before weights are made
     files, placement = files_of_engines(request.model, placement, machine)
@@ -421,12 +444,11 @@ def engine_question(
     return EngineQuestion(
         request=request,
         threads=split.threads,
-        cores=split.engine,
-        memory_nodes=split.memory_nodes,
+        cores=split.engines[0].cores,
+        memory_nodes=split.engines[0].memory_nodes,
         are_threads_open=model.threads is None,
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,
-        prefers_more_slots=True,
     )
 
 

@@ -11,8 +11,9 @@ first free slot, and that all sequences in slots get a token in each step:
     wait = (waiting prompt tokens + slots x output tokens until a slot is free) / pace
     TTFT = wait + own prompt tokens / pace
 
-The wait is 0 while a slot is free. TTFT is at least (waiting + own prompt tokens) / pace of steps
-with prompts.
+With several engines, slots and pace are those of all of them, and a prompt is processed at the pace
+of one. The wait is 0 while a slot is free. TTFT is at least (waiting + own prompt tokens) / pace of
+steps with prompts.
 
 While the pace is unknown, nothing is predicted: only the limits on the queue's length apply, and
 with a TTFT SLO no request may wait. Pure: no clock, no sockets.
@@ -20,7 +21,7 @@ with a TTFT SLO no request may wait. Pure: no clock, no sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 from typing import Protocol
 
@@ -76,6 +77,27 @@ class Pace:
         return self._prompt_tokens / self._prompt_seconds if is_known else self.tokens_per_second
 
 
+class JointPace(Pace):
+    """The pace of several equal engines together. That of an engine that is not known yet is the
+    mean of the others'."""
+
+    def __init__(self, paces: Sequence[Pace]) -> None:
+        super().__init__()
+        self._paces = paces
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._together([pace.tokens_per_second for pace in self._paces])
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        return self._together([pace.prompt_tokens_per_second for pace in self._paces])
+
+    def _together(self, paces: Sequence[float | None]) -> float | None:
+        known = [pace for pace in paces if pace is not None]
+        return len(paces) * sum(known) / len(known) if known else None
+
+
 class Work(Protocol):
     """One sequence in flight, in tokens. It counts as started once it has produced a token."""
 
@@ -91,7 +113,8 @@ class AdmissionController:
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:
         self.bounds = bounds
         self.pace = Pace()
-        self._slots = slots
+        self._slots = slots  # of all engines
+        self._engines_serving = 1  # of which each processes a prompt at its part of the pace
         self._sequences = sequences
         self._used_share = 1.0  # share of max_tokens that recent sequences used
         self.cached_load: tuple[int, float] | None = None  # cached result of _load()
@@ -119,9 +142,10 @@ class AdmissionController:
             return None
         waiting_prompt_tokens, tokens_until_free = self._load()
         prompt_pace = self.pace.prompt_tokens_per_second or pace
-        seconds = (waiting_prompt_tokens + prompt_tokens) / prompt_pace
+        own_tokens = prompt_tokens * self._engines_serving
+        seconds = (waiting_prompt_tokens + own_tokens) / prompt_pace
         if len(self._sequences) >= self._slots:
-            seconds = max(seconds, (tokens_until_free + prompt_tokens) / pace)
+            seconds = max(seconds, (tokens_until_free + own_tokens) / pace)
         return seconds
 
     def check_room(self, prompt_tokens: int = 1) -> None:

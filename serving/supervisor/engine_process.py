@@ -102,6 +102,7 @@ class EngineProcess(asyncio.Protocol):
         self.index = index
         self.config = config
         self.label = label(config)
+        self.number: int | None = None  # 1.. of several that serve side by side; None: the only one
         self.pid: int | None = None
         self.returncode: int | None = None
         self.ready: ipc.Ready | None = None
@@ -163,6 +164,11 @@ class EngineProcess(asyncio.Protocol):
             self.kill()
 
     @property
+    def name(self) -> str:
+        """Return its label, with its number if it has one: "llama_cpp/cpu #2"."""
+        return self.label if self.number is None else f"{self.label} #{self.number}"
+
+    @property
     def alive(self) -> bool:
         return self.pid is not None and self.returncode is None
 
@@ -174,6 +180,18 @@ class EngineProcess(asyncio.Protocol):
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(ipc.frame(message))
+
+    @property
+    def free_slots(self) -> int:
+        """Return how many more sequences it can run at once; 0 while it is not ready."""
+        if self.ready is None:
+            return 0
+        return self.ready.info.settings.slots - len(self._sequences)
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of its sequences."""
+        return len(self._sequences)
 
     def sequence_ended(self, sequence: int) -> None:
         """Note that the engine no longer runs a sequence."""

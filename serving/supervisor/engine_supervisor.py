@@ -15,6 +15,11 @@ serve. One that is earlier in the list takes over as soon as it is loaded, and o
 on standby. When an engine dies, sequences of which the reader has received nothing start again on
 the next one; the others end with finish "error".
 
+`side_by_side`: the configurations are no alternatives. All of their engines serve at the same time,
+from one queue, each on cores of its own. The model is ready once all of them have loaded. When one
+of them dies it is restarted while the others serve, and one that is not restarted any more leaves
+the model to the others. The state is "restarting" only while none serves.
+
 The CPU can be a bridge while a GPU's engine restarts after its death. If the next engine of the
 list is on the CPU, and `estimate_load_seconds` says that it will be ready sooner, both load, and
 whichever is ready first serves. When the GPU's engine is back, sequences of which the reader has
@@ -74,7 +79,8 @@ class Supervisor:
     """See the module's docstring.
 
     `standby`: keep the next engine of the list loaded (warm) instead of loading it when it is
-    needed (cold). `on_event` gets the events of engines, `on_output` the lines that they print.
+    needed (cold). `side_by_side`: see the module's docstring. `on_event` gets the events of
+    engines, `on_output` the lines that they print.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Supervisor:
         bounds: QueueBounds = _BOUNDS,
         limits: RecoveryLimits = _LIMITS,
         standby: bool = False,
+        side_by_side: bool = False,
         on_event: Callable[[EngineEvent], None] | None = None,
         on_output: Callable[[str], None] = print,
     ) -> None:
@@ -91,7 +98,9 @@ class Supervisor:
         self.state = EngineState.loading
         self.reason: str | None = "starting"
         self.since = time.monotonic()  # when the state or its reason last changed
-        self.requests = InflightRequests(bounds, configs[0].settings.slots)
+        self._side_by_side = side_by_side
+        engines = len(configs) if side_by_side else 1
+        self.requests = InflightRequests(bounds, configs[0].settings.slots, engines)
         self.ready: ipc.Ready | None = None  # the serving engine's message; None: none serves
         self.loading: ipc.Loading | None = None
         self.events: deque[EngineEvent] = deque(maxlen=_KEPT_EVENTS)
@@ -108,6 +117,7 @@ class Supervisor:
         self._index = 0  # index of the configuration in use
         self._engines: dict[int, EngineProcess] = {}  # by index of the configuration
         self._retired: set[EngineProcess] = set()  # engines that finish their sequences and end
+        self._given_up: set[int] = set()  # side by side: indices of engines not restarted any more
         self._endings: deque[EngineExit] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
         self._load_seconds: dict[int, float] = {}  # of the last load, by index
@@ -131,12 +141,26 @@ class Supervisor:
 
     @property
     def _current(self) -> EngineProcess | None:
+        """Return the engine that serves or will serve; side by side: the first of them."""
+        if self._side_by_side:
+            return min(self.engines, key=lambda it: it.ready is None, default=None)
         return self._engines.get(self._index)
 
     @property
     def engine_pid(self) -> int | None:
+        """Return the pid of the engine that serves or will serve; side by side: of the first."""
         current = self._current
         return current.pid if current is not None and current.alive else None
+
+    @property
+    def serving_pids(self) -> list[int]:
+        """Return the pids of the engines that serve or will serve."""
+        engines = self.engines if self._side_by_side else [self._current]
+        return [
+            engine.pid
+            for engine in engines
+            if engine is not None and engine.alive and engine.pid is not None
+        ]
 
     @property
     def in_flight(self) -> int:
@@ -156,9 +180,14 @@ class Supervisor:
         return [*self._engines.values(), *self._retired]
 
     @property
+    def engines(self) -> list[EngineProcess]:
+        """Return the engines that serve, load or are on standby, in the order of the list."""
+        return [self._engines[index] for index in sorted(self._engines)]
+
+    @property
     def loaded(self) -> list[EngineConfig]:
         """Return the configurations of the engines that serve, load or are on standby."""
-        return [engine.config for engine in self._engines.values()]
+        return [engine.config for engine in self.engines]
 
     def retry_after_seconds(self) -> float:
         """Return after how many seconds a client should retry while no engine serves: when the load
@@ -174,19 +203,21 @@ class Supervisor:
     # Commands.
 
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
-        """Start the first engine if none is running; return immediately. After a stop it starts
-        again, with new `configs` if they are given."""
+        """Start the first engine, or all that serve side by side, if none is running; return
+        immediately. After a stop it starts again, with new `configs` if they are given."""
         if configs and tuple(configs) != self.configs:
             self.configs = tuple(configs)
             self._load_seconds.clear()
         self._endings.clear()
         self._returns.clear()
+        self._given_up.clear()
         self._index = 0
         self._ready_due_at = time.monotonic() + self._expected_load_seconds(0)
         self._become(EngineState.loading, "starting")
         self._background.cancel()
         self._background.start(self._check_periodically())
-        self._background.start(self._spawn(0))
+        for index in range(len(self.configs) if self._side_by_side else 1):
+            self._background.start(self._spawn(index))
 
     def set_unavailable(self, state: EngineState, reason: str) -> None:
         """Set why no engine is running: unloaded or failed. Only while none is running."""
@@ -216,10 +247,9 @@ class Supervisor:
         self, request: ipc.GenerationRequest, arrived: asyncio.Event | None = None
     ) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
-        engine = self.requests.engine
-        if self.state != EngineState.ready or engine is None:
+        if self.state != EngineState.ready or not self.requests.engines:
             raise self.unavailable()
-        return self.requests.submit(request, engine, arrived)
+        return self.requests.submit(request, arrived)
 
     async def stop(
         self, drain: bool = True, timeout_seconds: float = 30.0, *, unload: str | None = None
@@ -238,6 +268,8 @@ class Supervisor:
             self._record_event("draining", f"{len(self.requests)} sequences in flight")
             self.requests.failed = 0
             self._become(EngineState.draining, why)
+        if drain:
+            self.requests.hand_out_all()
         self.requests.fail(why, only_waiting=True)
         for engine in self._living:
             self._stop_engine(engine, drain)
@@ -272,6 +304,8 @@ class Supervisor:
         if index in self._engines or not self._is_needed(index, is_bridge):
             return
         engine = self._engines[index] = EngineProcess(index, self.configs[index], self._on_output)
+        if self._side_by_side:
+            engine.number = index + 1
         if index == self._index:
             self.loading = None
         kind = "returning" if index < self._index else "started"
@@ -283,6 +317,8 @@ class Supervisor:
         """Return whether the engine of a configuration should be started in the current state."""
         if is_bridge:
             return self.state == EngineState.restarting and index == self._index + 1
+        if self._side_by_side:
+            return self.state not in _INACTIVE and index not in self._given_up
         if index == self._index:
             return self.state in (EngineState.loading, EngineState.restarting)
         # A preferred engine to return to, or one to keep on standby.
@@ -304,6 +340,11 @@ class Supervisor:
         assert engine.ready_at is not None
         seconds = self._load_seconds[engine.index] = engine.ready_at - engine.started_at
         took = f"loaded in {seconds:.1f} s"
+        if self._side_by_side:
+            self._record_event("ready", took, engine)
+            self.requests.serve_with(engine)
+            self._serve_side_by_side()
+            return
         previous_index = self._index
         if engine.index > previous_index:  # a standby, or a bridge
             if self.state != EngineState.restarting:
@@ -343,6 +384,15 @@ class Supervisor:
         if self._wants_standby and self._index + 1 < len(self.configs):
             self._background.start(self._spawn(self._index + 1))
 
+    def _serve_side_by_side(self) -> None:
+        """Serve with the engines that are ready; at first only once no other one is loading."""
+        serving = self.requests.engines
+        are_all_loaded = len(serving) + len(self._given_up) == len(self.configs)
+        if serving and (are_all_loaded or self.state != EngineState.loading):
+            self.ready, self.loading = serving[0].ready, None
+            if self.state != EngineState.ready:
+                self._become(EngineState.ready, None)
+
     def _stop_engine(self, engine: EngineProcess, drain: bool) -> None:
         """End an engine: now, or with `drain` after its sequences. One that loads is killed."""
         engine.stop_requested = True
@@ -357,7 +407,7 @@ class Supervisor:
         """Handle the end of a process: find out why it ended, decide which engine comes next, and
         move its sequences there."""
         is_current = self._current is engine
-        if is_current:
+        if is_current and not self._side_by_side:
             self.ready = None
         if self._engines.get(engine.index) is engine:
             del self._engines[engine.index]
@@ -371,13 +421,43 @@ class Supervisor:
             now = time.monotonic()
             ready_seconds = None if engine.ready_at is None else now - engine.ready_at
             self._endings.append(EngineExit(engine.index, cause, message, now, ready_seconds))
-            if is_current:
+            if self._side_by_side:
+                self._one_died(engine, self._endings[-1])
+            elif is_current:
                 self._current_died(engine, self._endings[-1])
             elif engine.index > self._index:  # it was on standby
                 pause = self._limits.backoff_longest_seconds
                 self._background.start(self._spawn(engine.index, pause))
         self.requests.move(engine, message, None if self.state in _INACTIVE else self._index)
         self._notify()
+
+    def _one_died(self, engine: EngineProcess, ending: EngineExit) -> None:
+        """Restart one of the engines that serve side by side, or leave the model to the others."""
+        engines = engine.index + 1  # as if it were the last of the list: it has no fallback
+        decision = after_death(self._endings, engines, self._limits)
+        if decision.engine is None:
+            self._given_up.add(engine.index)
+            self._record_event("failed", decision.text, engine, ending.cause)
+        else:
+            self.restarts += 1
+            message = f"in {decision.delay_seconds:.1f} s: {ending.message}"
+            self._record_event("restarting", message, engine, ending.cause)
+            expected_seconds = decision.delay_seconds + self._expected_load_seconds(engine.index)
+            self._ready_due_at = ending.at_seconds + expected_seconds
+            self._background.start(self._spawn(engine.index, decision.delay_seconds))
+        others = [other for other in self.requests.engines if other is not engine]
+        if len(self._given_up) == len(self.configs):
+            self.ready = None
+            self._become(EngineState.failed, decision.text)
+            self.requests.fail(decision.text, only_waiting=True)
+        elif self.state == EngineState.loading:
+            self._become(EngineState.loading, decision.text)
+            self._serve_side_by_side()
+        elif others:
+            self.ready = others[0].ready
+        else:
+            self.ready = None
+            self._become(EngineState.restarting, decision.text)
 
     def _current_died(self, engine: EngineProcess, ending: EngineExit) -> None:
         """Restart the current engine, or fall back to the next one, or fail."""
@@ -473,7 +553,7 @@ class Supervisor:
         cause: Cause | None = None,
     ) -> None:
         """Record an event of an engine (None: the current one) and report it to `on_event`."""
-        name = engine.label if engine is not None else self.label
+        name = engine.name if engine is not None else self.label
         event = EngineEvent(time.time(), kind, name, message, cause, self.config.model_name)
         self.events.append(event)
         if self._on_event is not None:

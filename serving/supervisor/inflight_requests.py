@@ -2,10 +2,14 @@
 
     requests = InflightRequests(bounds, slots)
     requests.serve_with(engine)                         # an engine that is ready
-    stream = requests.submit(GenerationRequest(...), engine, None)    # raises Overloaded
+    stream = requests.submit(GenerationRequest(...), None)            # raises Overloaded
     requests.receive_step(engine, step)                 # pass on the tokens of one step
     requests.move(engine, "it died", 1)                 # start unread sequences again
     await stream.arrived.wait(); stream.take()          # in the reader
+
+One engine gets every sequence at once and has the queue. Several engines of one model share the
+queue here: each sequence, oldest first, waits until an engine has a free slot. It goes to the one
+that served the conversation so far (choose_engine.py), or else to the one with the most free slots.
 
 Everything that arrives between two reads of a stream is merged into one Delta. A request with
 `whole` gets one Delta at its end, so that it can start again on another engine until then.
@@ -16,12 +20,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from crossover.serving.engine import ipc_messages as ipc
-from crossover.serving.supervisor.admission import AdmissionController, QueueBounds
+from crossover.serving.supervisor.admission import AdmissionController, JointPace, QueueBounds
+from crossover.serving.supervisor.choose_engine import Histories, as_history
 from crossover.serving.supervisor.engine_process import EngineProcess
 
 MAX_ATTEMPTS = 2  # starts of one sequence on one engine, since it may be what crashes the engine
@@ -48,6 +53,8 @@ class Stream:
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = request.max_tokens
         self.produced = 0  # tokens generated so far
+        self.created_at = now  # by time.monotonic()
+        self.waited_seconds = 0.0  # before it was sent to its engine
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
         self.engine: EngineProcess | None = None  # the engine that runs it; None: it waits for one
@@ -80,6 +87,8 @@ class Stream:
         if self.finished:
             return
         self.produced += delta.tokens
+        if delta.queue_seconds is not None:
+            delta.queue_seconds += self.waited_seconds
         self._unread.append(delta)
         self.finished = delta.finish is not None
         if self.finished or not self.request.whole:
@@ -115,11 +124,15 @@ def _last_delta(sequence: int, finish: ipc.FinishReason, error: str | None = Non
 class InflightRequests(AdmissionController):
     """All sequences that are not finished. The base class decides which requests may join them."""
 
-    def __init__(self, bounds: QueueBounds, slots: int) -> None:
+    def __init__(self, bounds: QueueBounds, slots: int, max_engines: int = 1) -> None:
+        """`slots`: of an engine. `max_engines`: that serve at the same time."""
         self._streams: dict[int, Stream] = {}
-        super().__init__(bounds, slots, self._streams)
-        self.engine: EngineProcess | None = None  # the engine that gets new sequences
-        self.stats: ipc.StepStats | None = None  # of this engine's last step
+        super().__init__(bounds, slots * max_engines, self._streams)
+        self.max_engines = max_engines
+        self.engines: list[EngineProcess] = []  # that get new sequences
+        self.stats: ipc.StepStats | None = None  # of their last steps, together
+        self._stats_of: dict[EngineProcess, ipc.StepStats] = {}
+        self._histories: dict[EngineProcess, Histories] = {}
         self.on_step: Callable[[ipc.StepStats], None] | None = None  # called after each step
         self.failed = 0  # sequences that the server ended with an error since the last stop began
         self._ids = itertools.count(1)
@@ -128,31 +141,78 @@ class InflightRequests(AdmissionController):
         return len(self._streams)
 
     def serve_with(self, engine: EngineProcess) -> None:
-        """Send waiting sequences, oldest first, and all new ones to this ready engine."""
-        assert engine.ready is not None
-        self._slots = engine.ready.info.settings.slots
-        self.pace, self.cached_load = engine.pace, None
-        self.engine, self.stats = engine, None
-        for stream in self._waiting():
-            self._give(stream, engine)
+        """Send waiting sequences, oldest first, and all new ones to this ready engine: instead of
+        the one that served, or beside others if several may serve at the same time."""
+        self._set_engines([*self.engines, engine][-self.max_engines :])
+        self._hand_out()
 
-    def submit(
-        self, request: ipc.GenerationRequest, engine: EngineProcess, arrived: asyncio.Event | None
-    ) -> Stream:
-        """Add a new sequence for this engine. Raises Overloaded."""
+    def _set_engines(self, engines: list[EngineProcess]) -> None:
+        """Serve with these engines. The slots of the last one are kept while there is none."""
+        self.engines, self.cached_load = engines, None
+        self._stats_of = {
+            engine: stats for engine, stats in self._stats_of.items() if engine in engines
+        }
+        self._histories = {engine: self._histories.get(engine) or Histories() for engine in engines}
+        self._sum_stats()
+        if not engines:
+            return
+        self._engines_serving = len(engines)
+        self._slots = sum(
+            engine.ready.info.settings.slots for engine in engines if engine.ready is not None
+        )
+        paces = [engine.pace for engine in engines]
+        self.pace = paces[0] if len(paces) == 1 else JointPace(paces)
+
+    def submit(self, request: ipc.GenerationRequest, arrived: asyncio.Event | None) -> Stream:
+        """Add a new sequence. Raises Overloaded."""
         self.check_room(len(request.prompt))
         stream = Stream(next(self._ids), request, self.cancel, time.monotonic(), arrived)
         self._streams[stream.id] = stream
         self.cached_load = None
-        self._give(stream, engine)
+        self._hand_out()
         return stream
+
+    def _hand_out(self, *, even_if_full: bool = False) -> None:
+        """Send waiting sequences to the engines, oldest first, as far as slots are free.
+        `even_if_full`: the others too, so that they wait in the queue of an engine."""
+        for stream in self._waiting():
+            engines = self.engines
+            if self.max_engines > 1 and not even_if_full:
+                engines = [engine for engine in engines if engine.free_slots > 0]
+            if not engines:
+                return
+            engine = engines[0]
+            if self.max_engines > 1:
+                engine = self._engine_with_history(stream.request.prompt, engines)
+            self._give(stream, engine)
+
+    def _engine_with_history(
+        self, prompt: list[int], engines: Sequence[EngineProcess]
+    ) -> EngineProcess:
+        """Return the engine that has the conversation of a prompt, else the one with the most free
+        slots, and remember that it gets this prompt."""
+        history = as_history(prompt)
+        chosen = max(
+            engines,
+            key=lambda engine: (
+                self._histories[engine].continued_by(history),
+                engine.free_slots,
+            ),
+        )
+        self._histories[chosen].add(history)
+        return chosen
+
+    def hand_out_all(self) -> None:
+        """Send all waiting sequences to the engines, which are about to drain."""
+        self._hand_out(even_if_full=True)
 
     def _give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send the sequence to an engine, with the time that is left until its deadline."""
-        request = stream.request
-        if stream.engine_indices and stream.deadline is not None:
+        request, now = stream.request, time.monotonic()
+        stream.waited_seconds = now - stream.created_at
+        if stream.deadline is not None:
             # Above 0 even if the deadline has passed: the engine then ends the sequence.
-            seconds_left = max(0.001, stream.deadline - time.monotonic())
+            seconds_left = max(0.001, stream.deadline - now)
             request = msgspec.structs.replace(request, deadline_seconds=seconds_left)
         stream.engine = engine
         stream.engine_indices.append(engine.index)
@@ -167,8 +227,8 @@ class InflightRequests(AdmissionController):
     def receive_step(self, engine: EngineProcess, step: ipc.Step) -> None:
         """Pass the Deltas of one step of an engine on to its sequences."""
         self.cached_load = None
-        if engine is self.engine:
-            self.stats = step.stats
+        if engine in self.engines:
+            self._stats_of[engine] = step.stats
             if self.on_step is not None:
                 self.on_step(step.stats)
         for delta in step.deltas:
@@ -179,37 +239,51 @@ class InflightRequests(AdmissionController):
                 stream.push(delta)
             else:
                 self._end(delta)
+        if self.max_engines > 1:  # slots may have become free
+            self._hand_out()
+        self._sum_stats()
+
+    def _sum_stats(self) -> None:
+        """Add up the stats of the engines, and the sequences that wait for one."""
+        stats = list(self._stats_of.values())
+        self.stats = ipc.joined(stats) if stats else None
+        if self.stats is not None and self.max_engines > 1:
+            waiting = self.stats.waiting + len(self._waiting())
+            self.stats = msgspec.structs.replace(self.stats, waiting=waiting)
 
     def move(self, engine: EngineProcess, message: str, index: int | None) -> None:
         """Handle the end of an engine.
 
         Sequences of which the reader has received nothing start again on the engine that serves
-        next, which is at `index` in the engine list (None: no engine will serve). The others, and
-        those that were started there MAX_ATTEMPTS times, end with finish "error".
+        next, which is at `index` in the engine list (None: no engine will serve), or on any of
+        several that serve at the same time. The others, and those that were started there
+        MAX_ATTEMPTS times, end with finish "error".
         """
         self.cached_load = None
-        if engine is self.engine:
-            self.engine = self.stats = None
+        if engine in self.engines:
+            self._set_engines([other for other in self.engines if other is not engine])
         for stream in self._streams_of(engine):
-            can_retry = index is not None and stream.engine_indices.count(index) < MAX_ATTEMPTS
+            attempts = stream.engine_indices
+            if self.max_engines == 1:
+                attempts = [attempt for attempt in attempts if attempt == index]
+            can_retry = index is not None and len(attempts) < MAX_ATTEMPTS
             if not can_retry or stream.handed_over or stream.given_up:
                 self._fail(stream, f"The engine ended while this request was running: {message}")
                 continue
             stream.start_again()
-            if self.engine is not None:
-                self._give(stream, self.engine)
+        self._hand_out()
 
     def recall(self, engine: EngineProcess) -> None:
         """Move the sequences of this engine of which the reader has received nothing to the engine
         that serves now, which is faster. They start again there."""
-        assert self.engine is not None and self.engine is not engine
+        assert self.engines and engine not in self.engines
         self.cached_load = None
         for stream in self._streams_of(engine):
             if not stream.handed_over and not stream.given_up:
                 engine.send(ipc.Cancel(stream.id))
                 engine.sequence_ended(stream.id)
                 stream.start_again()
-                self._give(stream, self.engine)
+        self._hand_out()
 
     def cancel(self, sequence: int) -> None:
         """Cancel a sequence. Its engine reports the end; a sequence without an engine ends now."""

@@ -48,7 +48,7 @@ class Gamma(_Process, frozen=True, tag="gamma"):
 
 
 class Trace(_Process, frozen=True, tag="trace"):
-    """Replays recorded timestamps. Their time is scaled to the offered rate, and the trace starts
+    """Replays recorded timestamps. Their time is scaled to the nominal rate, and the trace starts
     over at its end.
 
     Coarse timestamps (every 3 s in the Mooncake trace) are spread randomly over their interval.

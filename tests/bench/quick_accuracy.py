@@ -25,7 +25,7 @@ import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Plan
 from crossover.loadtests.campaign.quick_campaign import DEFAULT_SECONDS, QuickQuestion, quick_plan
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import Capacity, CellFinished, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from tests.bench.known_worlds import World, worlds

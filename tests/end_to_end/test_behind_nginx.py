@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from crossover.loadtests.errors import TargetUnusable
-from crossover.loadtests.load_generator.openai_endpoint import Target, probe_endpoint
+from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
+from crossover.loadtests.load_generator.target import Target
 from tests.serving.cli.test_serve import server
 
 ROOT = Path(__file__).parents[2]

@@ -49,13 +49,15 @@ def safetensors(cache: Path) -> Path:
 
 
 @contextmanager
-def served(cache: Path, source: str | Path, backend: str, weight_format: str) -> Iterator[str]:
+def served(
+    cache: Path, source: str | Path, backend: str, weight_format: str, *options: str
+) -> Iterator[str]:
     """The URL of a server of the model."""
     name = f"{backend}-{weight_format}"
     ready, log = cache / f"{name}.ready", cache / f"{name}.log"
     command = [sys.executable, "-m", "crossover", "serve", str(source), "--backend", backend]
     command += ["--format", weight_format, "--cache", str(cache / "cache"), "--port", "0"]
-    command += ["--ready-file", str(ready), "--slots", "4", "--context", "1024"]
+    command += ["--ready-file", str(ready), "--slots", "4", "--context", "1024", *options]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             deadline = time.monotonic() + 160
@@ -132,6 +134,40 @@ def test_load_is_put_on_it(url: str) -> None:
     command += ["--workload", "60x8", "--duration", "3"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
+
+
+def talk(url: str, users: int, turns: int) -> tuple[list[str], int]:
+    """The answers to users who take turns, and the prompt tokens that were computed for them."""
+    questions = ("Name a city in {0}.", "And another one?", "Which is larger?", "What is there?")
+    countries = ("France", "Italy", "Spain", "Japan", "Brazil", "Kenya", "India", "Canada", "Peru")
+    answers, computed = [], 0
+    chats: list[list[Any]] = [[SHORT] for _ in range(users)]
+    with client_of(url) as client:
+        for question in questions[:turns]:
+            for country, messages in zip(countries, chats, strict=False):
+                messages.append({"role": "user", "content": question.format(country)})
+                answer = chat(client, *messages, max_tokens=20)
+                reply = answer.choices[0].message.content
+                messages.append({"role": "assistant", "content": reply})
+                answers.append(reply)
+                usage = answer.usage
+                computed += usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+    return answers, computed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ENGINES)
+def test_with_a_prompt_cache_answers_are_those_of_a_slot_for_each_user(
+    backend: str, cache: Path, request: pytest.FixtureRequest
+) -> None:
+    source = MODEL if backend == "llama_cpp" else request.getfixturevalue("safetensors")
+    found = []
+    for options in (("--prompt-cache", "512MiB"), ("--slots", "9", "--prompt-cache", "0")):
+        with served(cache, source, backend, ENGINES[backend], *options) as url:
+            found.append(talk(url, users=9, turns=4))
+    (cached_answers, cached_tokens), (answers, computed_tokens) = found
+    assert cached_answers == answers
+    assert cached_tokens == pytest.approx(computed_tokens, rel=0.05)
 
 
 @pytest.mark.slow

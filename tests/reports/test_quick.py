@@ -22,8 +22,10 @@ from crossover.loadtests.load_generator.find_servers import (
     find_local_servers,
     ports_that_need_a_key,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.models.identity.model_ladder import ladder_model
+from crossover.reports.answers.first_screen import first_screen_of
+from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.quick_answer import QuickAnswer, quick_answer
 from crossover.reports.cli import quick_command
 from crossover.reports.render.quick_text import lines_of, markdown_of
@@ -166,7 +168,22 @@ def test_an_answer_without_a_capacity_gives_the_reason(
     assert answer.ttft_seconds is not None
     text = "\n".join(lines_of(answer))
     assert f"none: {answer.reason}" in text and "--shape" in text
+    assert ("Single requests would meet the SLO with slo.ttft_seconds = " in text) is bool(limit)
     assert (limit or "not known") in text
+
+
+def test_an_answer_without_a_capacity_says_what_would_give_one(tmp_path: Path) -> None:
+    """On the terminal, in JSON and on the page of the run."""
+    answer = answer_of(Simulated(prompt=0.012, policy=None), tmp_path)
+    assert answer.capacity is not None and answer.capacity.is_none
+    advice = answer.capacity.advice
+    assert "There would be a capacity with slo." in advice and "prompts half as long" in advice
+    assert advice in "\n".join(lines_of(answer)) and advice in msgspec.json.encode(answer).decode()
+    data = read_report(Path(answer.run))
+    (line,) = (
+        line for line in first_screen_of(data, answers_of(data)).lines if "No capacity of" in line
+    )
+    assert advice in line
 
 
 def test_requests_are_cut_to_the_context_of_the_server() -> None:

@@ -21,7 +21,16 @@ from crossover.loadtests.capacity.capacity_estimate import (
     estimate,
     shortest_bounding_level,
 )
-from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.capacity.sharper_slo import (
+    advice,
+    what_gives_a_capacity,
+    what_single_requests_meet,
+)
+from crossover.loadtests.capacity.unloaded_check import (
+    checked_speed,
+    requests_to_check,
+    unloaded_check_words,
+)
 from crossover.loadtests.cli.one_level import show_level
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity, Disturbance
@@ -44,7 +53,7 @@ from crossover.reports.plan.sizing import size
 from crossover.reports.plan.tasks import task_named
 from crossover.reports.report_data import CellData, read_report
 from crossover.reports.sections.latency_curves import charts_of
-from crossover.serving.capacity.simulated_capacity import Demand, PrefixReuse
+from crossover.serving.capacity.simulated_capacity import Demand, PrefixReuse, ServerModel
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 from crossover.serving.workload.request_lengths import Workload
 
@@ -89,17 +98,21 @@ def printed(slo: Slo) -> str:
 
 
 def speed(slo: Slo) -> tuple[float, float]:
-    server = cell_under(WITHOUT).server
-    assert server is not None
+    server = server_of_demo()
     level = level_at_a_rate()
     # A limit that some requests miss: one that all or none miss says nothing of their speed.
     limits = {name: float(np.nanquantile(getattr(level, name), 0.9)) for name in slo.limits}
     return speed_by_attainment(server, slo.with_limits(**limits), [level], factor=1.0, sd=0.1)
 
 
-def without_reuse(slo: Slo) -> float | None:
+def server_of_demo() -> ServerModel:
     server = cell_under(WITHOUT).server
     assert server is not None
+    return server
+
+
+def without_reuse(slo: Slo) -> float | None:
+    server = server_of_demo()
     estimated = Capacity(state="not_confirmed", method="step_times", estimated_rate=1.0)
     demand = Demand(Workload(preset="conversation", scale=0.1))
     reusing = msgspec.structs.replace(server, reuse=PrefixReuse())
@@ -151,6 +164,21 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/campaign/cell_runner.py:with_less_reuse": without_reuse,
     "loadtests/capacity/attainment_evidence.py:speed_by_attainment": speed,
     "loadtests/capacity/sharper_slo.py:advice": advised,
+    "loadtests/capacity/sharper_slo.py:what_gives_a_capacity": lambda slo: what_gives_a_capacity(
+        server_of_demo().simulated(Demand(WORKLOAD)), slo
+    ),
+    "loadtests/capacity/sharper_slo.py:what_single_requests_meet": lambda slo: (
+        what_single_requests_meet([level_at_a_rate()], slo)
+    ),
+    "loadtests/capacity/unloaded_check.py:requests_to_check": lambda slo: requests_to_check(
+        server_of_demo(), Demand(WORKLOAD), slo, seconds=60.0
+    ),
+    "loadtests/capacity/unloaded_check.py:checked_speed": lambda slo: checked_speed(
+        server_of_demo(), slo, level_at_a_rate()
+    ),
+    "loadtests/capacity/unloaded_check.py:unloaded_check_words": lambda slo: unloaded_check_words(
+        level_at_a_rate(), slo
+    ),
     "loadtests/cli/one_level.py:show_level": printed,
     "loadtests/levels/level_columns.py:Level.judge": lambda slo: level_at_a_rate().judge(slo),
     "reports/answers/atlas.py:atlas_of": atlas_capacities,

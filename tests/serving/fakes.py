@@ -126,10 +126,15 @@ class FakeSupervisor:
             "the queue is full", 2.4, "queue_requests"
         )
         self.pids: list[int] = []
+        self.engines: list[Any] = []
         self.engine_pid: int | None = None
         self.pause_seconds = 0.0  # before each word
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def serving_pids(self) -> list[int]:
+        return [] if self.engine_pid is None else [self.engine_pid]
 
     @property
     def label(self) -> str:

@@ -36,7 +36,12 @@ import numpy.typing as npt
 
 from crossover.models.cpu_names import cpu_name
 from crossover.models.weights.weights_manifest import Progress
-from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
+from crossover.serving.backends.backend_interface import (
+    BackendInfo,
+    EngineConfig,
+    Saved,
+    check_row,
+)
 from crossover.serving.backends.llama_cpp.batching import (
     NEVER,
     NO_TOKEN,
@@ -44,7 +49,7 @@ from crossover.serving.backends.llama_cpp.batching import (
     calls_of,
     dummies,
 )
-from crossover.serving.backends.llama_cpp.cache_layout import KV_BLOCK
+from crossover.serving.backends.llama_cpp.cache_layout import KV_BLOCK, kept_window_tokens
 from crossover.serving.backends.llama_cpp.library import LOG, build_details, is_out_of_memory
 from crossover.serving.backends.llama_cpp.loading import Loader
 from crossover.serving.errors import EngineFailed, KvFull, OutOfMemory
@@ -63,11 +68,18 @@ _STATE_HEADER_BYTES = 1 << 14
 _OK, _KV_FULL = 0, 1
 
 
-class SavedState(NamedTuple):
-    """See crossover.serving.backends.backend_interface.Saved."""
+class _StateSizes(NamedTuple):
+    """The bytes of a slot's state."""
 
-    tokens: int
-    data: npt.NDArray[np.uint8]
+    token_bytes: int = 0  # of a token in layers that keep the whole context
+    window_token_bytes: int = 0  # of a token in layers that keep a window only
+    max_window_tokens: int = 0
+    recurrent_bytes: int = 0
+
+    def saved_bytes(self, tokens: int) -> int:
+        """Return the bytes of the part that cannot be truncated."""
+        window_tokens = min(tokens, self.max_window_tokens)
+        return self.recurrent_bytes + window_tokens * self.window_token_bytes
 
 
 class LlamaCppBackend:
@@ -107,8 +119,9 @@ class LlamaCppBackend:
             # request does not pay for that.
             progress("first step", None)
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
-            # Bytes of a token in the state of a slot, which are only needed with a prompt cache.
-            self._token_bytes = self._measure_token_bytes() if config.prompt_cache_bytes else 0
+            self._state_sizes = _StateSizes()  # only needed with a prompt cache
+            if config.prompt_cache_bytes:
+                self._state_sizes = self._measure_state_sizes(config.settings.context_tokens)
             self.truncate(0, 0)
         except BaseException:
             self.close()
@@ -210,12 +223,12 @@ class LlamaCppBackend:
             )
         self._lengths[slot] = tokens
 
-    def save(self, slot: int) -> SavedState:
+    def save(self, slot: int) -> Saved:
         """Return a checkpoint of the slot: a copy of its recurrent state, or of its windows."""
         flags = self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        return SavedState(self._lengths[slot], self._state(slot, flags))
+        return Saved(self._lengths[slot], self._state(slot, flags))
 
-    def restore(self, slot: int, saved: SavedState, source: int) -> None:
+    def restore(self, slot: int, saved: Saved, source: int) -> None:
         """Return `slot` to the checkpoint `saved`. The KV of its layers that keep the whole context
         is in the slot `source`, which may be the same. Raises EngineFailed."""
         llama, memory = self._llama, self._memory
@@ -230,16 +243,21 @@ class LlamaCppBackend:
         self._lengths[slot] = saved.tokens
 
     def state_bytes(self, tokens: int) -> int:
-        """Return the bytes that `export` writes of a slot with so many tokens."""
-        return _STATE_HEADER_BYTES + tokens * self._token_bytes
+        """Return the maximum bytes that `export` writes of a slot with so many tokens."""
+        sizes = self._state_sizes
+        return _STATE_HEADER_BYTES + tokens * sizes.token_bytes + sizes.saved_bytes(tokens)
+
+    def saved_bytes(self, tokens: int) -> int:
+        """Return the maximum bytes of a checkpoint of a slot with so many tokens."""
+        return _STATE_HEADER_BYTES + self._state_sizes.saved_bytes(tokens)
 
     def export(self, slot: int, buffer: npt.NDArray[np.uint8]) -> int:
         """Write what a slot holds to `buffer`. Return the number of bytes. Raises EngineFailed."""
         return self._write_state(slot, buffer, self._llama.LLAMA_STATE_SEQ_FLAGS_NONE)
 
     def load(self, slot: int, data: npt.NDArray[np.uint8], tokens: int) -> None:
-        """Make a slot hold the first `tokens` tokens of what `export` wrote. Raises EngineFailed,
-        also if a unified pool has no room."""
+        """Make a slot hold the first `tokens` tokens of what `export` wrote; all of them if it
+        cannot be truncated. Raises EngineFailed, also if a unified pool has no room."""
         llama, memory = self._llama, self._memory
         llama.llama_memory_seq_rm(memory, slot, -1, -1)
         self._lengths[slot] = 0
@@ -247,13 +265,28 @@ class LlamaCppBackend:
         llama.llama_memory_seq_rm(memory, slot, tokens, -1)
         self._lengths[slot] = tokens
 
-    def _measure_token_bytes(self) -> int:
-        """Return the bytes of a token in the state of slot 0, which holds one token."""
-        flags = self._llama.LLAMA_STATE_SEQ_FLAGS_NONE
-        size = self._llama.llama_state_seq_get_size_ext
-        bytes_of_one = int(size(self._context, 0, flags))
+    def _measure_state_sizes(self, context_tokens: int) -> _StateSizes:
+        """Return what the state of a slot takes, by that of slot 0, which holds one token."""
+        llama = self._llama
+        whole, part = llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+        def size(flags: int) -> int:
+            return int(llama.llama_state_seq_get_size_ext(self._context, 0, flags))
+
+        whole_bytes, part_bytes = size(whole), size(part)
         self.step([Row(0, np.zeros(1, np.int32), 1, wants_token=False)])
-        return int(size(self._context, 0, flags)) - bytes_of_one
+        token_bytes = size(whole) - whole_bytes
+        if self._can_rewind:
+            return _StateSizes(token_bytes)
+        window_token_bytes = size(part) - part_bytes
+        return _StateSizes(
+            token_bytes=token_bytes - window_token_bytes,
+            window_token_bytes=window_token_bytes,
+            max_window_tokens=kept_window_tokens(
+                llama.llama_model_n_swa(self._model), context_tokens
+            ),
+            recurrent_bytes=part_bytes - window_token_bytes,
+        )
 
     def _state(self, slot: int, flags: int) -> npt.NDArray[np.uint8]:
         """Return a copy of a slot's state as bytes. Raises EngineFailed."""
@@ -334,7 +367,7 @@ class LlamaCppBackend:
             rewinds=self._can_rewind,
             why_not_rewinds=self._why_not_rewinds,
             has_checkpoints=not self._can_rewind,
-            has_export=self._can_rewind,
+            has_export=True,
             details={
                 **build_details(llama),
                 "threads": str(self._threads),

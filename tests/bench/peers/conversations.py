@@ -16,7 +16,9 @@ a server that falls behind collapses as it would under real users. A row is prin
 measured, and appended to --json. The last lines say how many users each served at its highest
 level that met the SLO.
 
-Short levels flatter a server near its limit: within 15 minutes it may still collapse.
+All levels have the same conversations, at the pace of their rates. Short levels flatter a server
+near its limit, since within 15 minutes it may still collapse. Levels of less than a minute do the
+opposite: most of their turns are the first ones of conversations, which compute most.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from crossover.loadtests.capacity.prefix_reuse import cached_share
 from crossover.loadtests.cli.one_level import measure
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.option_help import parse_bytes
@@ -152,12 +154,12 @@ def measured(arm: Arm, options: argparse.Namespace) -> list[Row]:
         path = Path(log.name)
         try:
             with started(arm.contestant, setup, path) as server:
-                for number, rate in enumerate(options.rates):
+                for rate in options.rates:
                     plan = LevelPlan(
                         rate=rate / 60,
                         warmup_seconds=WARM_UP_SHARE * options.seconds,
                         window_seconds=options.seconds,
-                        seed=number + 1,
+                        seed=options.seed,
                     )
                     target = Target(url=server.url, api="chat")
                     level = measure(LoadPlan(target=target, plan=plan, workload=CHATS))
@@ -190,6 +192,7 @@ def arguments() -> argparse.Namespace:
         "--rates", type=float, nargs="+", default=[30, 50, 75, 110], help="turns per minute"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="counted, of each level")
+    parser.add_argument("--seed", type=int, default=1, help="of arrivals and conversations")
     every_core = sorted(os.sched_getaffinity(0))
     parser.add_argument("--engine-cores", type=int, nargs="+", default=every_core)
     parser.add_argument("--client-cores", type=int, nargs="+", default=every_core)

@@ -139,6 +139,7 @@ class Simulated:
     policy: SchedulerSettings | None = SchedulerSettings(
         slots=8, step_tokens=2048, step_seconds_target=None
     )
+    default_slots: int = 16  # of a server that is started without a number
     reported_slots: int | None = None  # by a server that says its slots and nothing else
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
@@ -175,9 +176,10 @@ class Simulated:
         yield Bench(self, state)
 
     def chosen_slots(self, state: CellState) -> int | None:
-        """The slots with which a cell's server is started; None: the campaign does not choose."""
-        is_open = are_slots_open(state.cell, state.campaign)
-        return slots_at_start(state.cell, state.campaign) if is_open else None
+        """The slots of a cell's server; None: the campaign does not choose."""
+        if not are_slots_open(state.cell, state.campaign):
+            return None
+        return slots_at_start(state.cell, state.campaign) or self.default_slots
 
     def server(self, seed: int, start: int = 1, slots: int | None = None) -> Serves:
         if self.serving is not None:
@@ -260,6 +262,8 @@ class Bench(ServerBench):
         server = self.world.server(plan.seed, state.starts, self.world.chosen_slots(state))
         workload = state.campaign.workload
         named = (state.key, name)
+        if plan.is_unloaded_check:
+            return self._one_by_one(server, name, plan)
         if plan.burst is not None:
             burst = plan.burst
             due = [0.0] * burst.streams
@@ -293,12 +297,13 @@ class Bench(ServerBench):
     def _one_by_one(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
         requests = draw(state.campaign.workload, plan.requests or 1, plan.seed)
-        for index, request in enumerate(requests):
+        lengths = [(request.prompt_tokens, request.output_tokens) for request in requests]
+        if plan.burst is not None:
+            lengths = list(zip(plan.burst.prompt_tokens, plan.burst.output_tokens, strict=True))
+        for index, (prompt, output) in enumerate(lengths):
             if at >= plan.window_seconds:
                 break
-            (one,) = server.records(
-                [at], [request.prompt_tokens], [request.output_tokens], cell=state.key, level=name
-            )
+            (one,) = server.records([at], [prompt], [output], cell=state.key, level=name)
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at
         return records

@@ -28,7 +28,7 @@ from crossover.loadtests.campaign.resume_state import new_run
 from crossover.loadtests.campaign.server_launch import api_of, filled
 from crossover.loadtests.cli.campaign_command import campaign
 from crossover.loadtests.errors import BadCampaign
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.run_folder import read_run_manifest
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.hardware.machine_facts import hardware_facts
@@ -150,6 +150,11 @@ def test_a_campaign_file_runs_no_command_unless_the_command_line_allows_it(
             "= 99 }",
             "prompts of 99 and outputs of 99 tokens do not fit in server.context_tokens = 128",
         ),
+        (
+            with_engine().replace("backends", "server.engines = 2\nbackends", 1),
+            "server.engines = 2 is of Crossover's own engines",
+        ),
+        (f"{ONE}[server.gpu]\nengines = 2", "server.gpu.engines: a GPU runs one engine"),
         (with_engine(command="vllm serve {model}"), r"engines\[0\].command has no \{port\}"),
         (with_engine(command="vllm {modle} {port}"), r"\{modle\} is not one of \{model\}, \{port"),
         (with_engine(command='vllm "serve {port}'), "cannot be split into words: no closing"),

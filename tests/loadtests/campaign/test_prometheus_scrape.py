@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.campaign.prometheus_scrape import EngineClock
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import EngineTime
 
 

@@ -84,6 +84,16 @@ def test_the_server_is_started_with_the_options_of_the_file(tmp_path: Path) -> N
     assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"], "a model is no option"
 
 
+def test_several_engines_divide_the_threads(tmp_path: Path) -> None:
+    plan = on_machine('name = "x"\nmodels = ["135m"]\n[server]\nengines = 2')
+    command = serve_command(plan.cells[0], plan.campaign, divide_cores((0, 1)), tmp_path / "ready")
+    text = " ".join(command)
+    assert "--engines 2" in text and "--threads 1" in text
+    on_gpu = msgspec.structs.replace(plan.cells[0], device="gpu")
+    command = serve_command(on_gpu, plan.campaign, divide_cores((0, 1)), tmp_path / "ready")
+    assert "--engines" not in command
+
+
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The fake backend told to fail: the reason is where the server said it."""
     plan = on_machine(

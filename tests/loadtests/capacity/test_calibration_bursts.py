@@ -54,6 +54,29 @@ def test_known_step_times_and_their_capacity_are_found_again(slots):
         assert again.sent_bursts == server.sent_bursts, "a journal's answers give the same bursts"
 
 
+def test_of_many_slots_a_few_whole_prompts_are_sent_and_the_capacity_is_found():
+    """64 prompts of real lengths would take half a minute, so they would have to be shortened."""
+    slow = StepTimeModel(
+        base_seconds=0.015,
+        row_seconds=0.002,
+        prompt_token_seconds=0.0018,
+        context_token_seconds=4e-6,
+        pass_seconds=0.002,
+    )
+    server = KnownServer(slow.seconds, slots=64)
+    made = calibrated(server, slots=64)
+    short, real = server.sent_bursts
+    assert set(short.prompt_tokens) == {16} and real.streams <= 16
+    assert max(real.prompt_tokens) == 512, "the longest of the workload"
+    assert server.spent_seconds < 20
+    policy = SchedulerSettings(slots=64, step_tokens=2048, step_seconds_target=None)
+    found, true = (
+        ServerModel(step_times, policy).capacity(Demand(CHAT), SLO, 2000).rate
+        for step_times in (made.step_times, slow)
+    )
+    assert found == pytest.approx(true, rel=0.05)
+
+
 def test_behind_a_proxy_that_collects_chunks_no_step_is_learned_and_no_burst_sent():
     server = KnownServer(STEP_TIMES.seconds, slots=8)
     single = server.level([float(100 * n) for n in range(6)], [100] * 6, [40] * 6)

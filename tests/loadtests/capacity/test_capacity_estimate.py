@@ -13,7 +13,10 @@ import pytest
 
 from crossover.loadtests.capacity import capacity_estimate
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
-from crossover.loadtests.capacity.capacity_estimate import confirming_seconds, estimate
+from crossover.loadtests.capacity.capacity_estimate import (
+    confirming_seconds,
+    estimate,
+)
 from crossover.loadtests.capacity.capacity_text import contradiction_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity

@@ -5,6 +5,7 @@ import re
 from functools import cache
 
 import msgspec
+import numpy as np
 import pytest
 
 from crossover.loadtests.capacity.sharper_slo import MAX_WIDTH, advice
@@ -14,6 +15,7 @@ from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
     Z_90,
     Demand,
+    Server,
     ServerModel,
     SimulatedCapacity,
     sd_of,
@@ -88,10 +90,19 @@ def test_where_no_rate_meets_the_slo_one_is_named_under_which_some_do(rate: floa
     slow = SERVER.slower(3.0)
     assert slow.capacity(LONG, STRICT, 500).rate == 0.0
     text = advice(found_of(STRICT, estimated_rate=rate, low=rate, high=rate), slow, LONG, STRICT)
-    assert "There would be a capacity with another SLO: slo." in text
-    (key, value), *_ = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
-    easier = msgspec.structs.replace(STRICT, **{key: float(value)})
-    assert slow.capacity(LONG, easier, 500).rate > 0
+    assert "There would be a capacity with slo." in text
+    named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
+    assert named
+    for key, value in named:
+        easier = msgspec.structs.replace(STRICT, **{key: float(value)})
+        assert slow.capacity(LONG, easier, 500).rate > 0
+    assert len(set(re.findall(r"requests (?:a minute|an hour|a second)|requests/s", text))) == 1
+    (words,) = re.findall(r"prompts (half|a quarter|an eighth) as long", text)
+    factor = {"half": 1 / 2, "a quarter": 1 / 4, "an eighth": 1 / 8}[words]
+    lengths = slow.simulated(LONG).lengths
+    prompt = np.maximum(np.ceil(factor * lengths.prompt), 1).astype(np.int64)
+    shorter = Server(slow.step_times, SETTINGS, msgspec.structs.replace(lengths, prompt=prompt))
+    assert shorter.capacity(STRICT).rate > 0
 
 
 def test_an_slo_that_single_requests_miss_is_not_at_its_edge() -> None:

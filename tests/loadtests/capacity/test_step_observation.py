@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 from crossover.loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.level_plan import LevelPlan
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,
@@ -85,6 +88,33 @@ def test_steps_are_observed_of_a_server_that_computes_whole_prompts_first():
     level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
     found = level_factor(STEP_TIMES, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.03)
+
+
+def test_the_steps_of_two_engines_are_observed_engine_by_engine():
+    rng = np.random.default_rng(4)
+    due = np.cumsum(rng.exponential(0.5, 300))
+    prompts, outputs = rng.integers(10, 400, 300), rng.integers(5, 90, 300)
+    records = []
+    for engine in (1, 2):
+        server = KnownServer(lambda *counts: 1.2 * STEP_TIMES.seconds(*counts))
+        own = slice(engine - 1, None, 2)
+        records += [
+            msgspec.structs.replace(record, engine=engine, index=2 * record.index + engine - 1)
+            for record in server.records(due[own], prompts[own], outputs[own])
+        ]
+    plan = LevelPlan(rate=2.0, window_seconds=float(due[-1]) + 1)
+    started = LevelStarted(cell="c", level="l", plan=plan)
+    level = Level.of(records, started)
+    two_engines = msgspec.structs.replace(SETTINGS, engines=2)
+    seen, covered = observed_steps(level, 8)
+    assert covered > 0.9
+    assert 1.2 * sum(map(STEP_TIMES.of, seen)) == pytest.approx(
+        sum(one.seconds for one in seen), rel=0.01
+    )
+    assert level_factor(STEP_TIMES, level, two_engines) == pytest.approx(1.2, rel=0.03)
+    # As if one engine had taken them all: the steps overlap, and so seem to be shorter.
+    unnumbered = msgspec.structs.replace(level, engine=np.full(300, np.nan))
+    assert level_factor(STEP_TIMES, unnumbered, SETTINGS) < 1.1
 
 
 def test_without_observed_steps_the_speed_factor_comes_from_tpot():

@@ -35,7 +35,7 @@ def test_a_level_is_shown(truth_server: Start) -> None:
     output = child.communicate(timeout=60)[0]
     assert child.returncode == 0, output
     for part in (
-        "30.0 requests/s offered",
+        " offered, nominal 30.0 requests/s)",
         "SLO chat: 100.0% SLO attainment",
         "TTFT",
         "send delay",

@@ -111,7 +111,7 @@ def test_a_level_in_numbers() -> None:
     assert (judged.due, judged.failed, judged.good) == (102, 1, 100)
     assert judged.share == pytest.approx(100 / 102) and judged.low < 100 / 102 < judged.high
     assert found.failures == {"timeout": 1} and found.backends == {"fake/cpu": 101}
-    assert found.achieved_rate == pytest.approx(2.0)
+    assert found.offered_rate == pytest.approx(2.0)
     ttft = distribution(found.ttft[found.counted])
     assert ttft.p50 == pytest.approx(0.5)
     assert found.mean(found.prompt_tokens) == 100 and found.is_whole

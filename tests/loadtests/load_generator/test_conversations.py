@@ -15,7 +15,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.load_generator.dispatcher import Dispatcher
 from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from crossover.loadtests.load_generator.target import Target, TargetFacts
 from crossover.loadtests.records.journal_events import LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord

@@ -13,12 +13,12 @@ import pytest
 
 from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.openai_endpoint import (
-    Target,
     pool_for,
     probe_endpoint,
     request_bytes,
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import (
     ReceivedRequest,

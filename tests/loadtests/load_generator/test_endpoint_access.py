@@ -20,14 +20,12 @@ from crossover.loadtests.load_generator.endpoint_access import public_command
 from crossover.loadtests.load_generator.endpoint_details import ask_details
 from crossover.loadtests.load_generator.http_connection import clock
 from crossover.loadtests.load_generator.openai_endpoint import (
-    UNCHECKED,
-    Target,
-    TargetFacts,
     pool_for,
     probe_endpoint,
     request_bytes,
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.load_generator.target import UNCHECKED, Target, TargetFacts
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.reports.cli import quick_command
 from crossover.reports.render.export_run import export_run

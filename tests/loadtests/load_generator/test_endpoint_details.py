@@ -16,7 +16,7 @@ from crossover.loadtests.load_generator.find_servers import (
     look_at,
     ports_that_need_a_key,
 )
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.models.identity.identify_model import name_of
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.random_weights import write_gguf

@@ -23,8 +23,8 @@ from crossover.loadtests.load_generator.completion_chunk import (
     words_of,
 )
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from crossover.loadtests.load_generator.sse_timestamps import Answer
+from crossover.loadtests.load_generator.target import Target, TargetFacts
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.load_generator.scripted_endpoint import answered, scripted, sse

@@ -19,7 +19,7 @@ from crossover.loadtests.errors import LevelInterrupted, ServerLost
 from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
 from crossover.loadtests.records.request_record import RequestRecord
 from crossover.serving.workload.arrivals import Constant, Poisson, due_times
@@ -171,6 +171,19 @@ def test_single_streams_are_as_many_as_requested(
     records, _, _ = level(shared_generator, url, plan)
     assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
     records.sort(key=lambda record: record.index)
+    for before, after in pairwise(records):
+        assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
+
+
+def test_chosen_requests_leave_one_at_a_time_with_their_lengths(
+    shared_generator: LoadGenerator, truth_server: Start
+) -> None:
+    burst = Burst(prompt_tokens=(30, 10, 20), output_tokens=(2, 3, 4))
+    plan = LevelPlan(concurrency=1, burst=burst, requests=3, window_seconds=30.0)
+    records, _, _ = level(shared_generator, truth_server(case="chosen"), plan)
+    records.sort(key=lambda record: record.index)
+    assert [record.prompt_tokens for record in records] == [30, 10, 20]
+    assert [record.output_tokens for record in records] == [2, 3, 4]
     for before, after in pairwise(records):
         assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
 

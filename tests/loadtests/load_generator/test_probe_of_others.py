@@ -13,14 +13,12 @@ import pytest
 from crossover.loadtests.errors import EndpointRefuses, TargetUnusable
 from crossover.loadtests.load_generator.http_connection import clock, connect, get_bytes
 from crossover.loadtests.load_generator.openai_endpoint import (
-    Target,
-    TargetFacts,
     pool_for,
     probe_endpoint,
     request_bytes,
-    route_words,
 )
 from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.load_generator.target import Target, TargetFacts, route_words
 from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import (
     ReceivedRequest,

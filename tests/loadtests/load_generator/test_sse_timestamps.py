@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from crossover.loadtests.errors import TargetUnusable
 from crossover.loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes
 from crossover.loadtests.load_generator.openai_endpoint import (
-    Target,
     pool_for,
     probe_endpoint,
     request_bytes,
 )
 from crossover.loadtests.load_generator.sse_timestamps import Answer, stream
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.request_record import RequestRecord
 
 Start = Callable[..., str]

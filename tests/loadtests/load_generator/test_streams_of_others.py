@@ -17,13 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossover.loadtests.load_generator.http_connection import ResponseTooLarge, clock
-from crossover.loadtests.load_generator.openai_endpoint import (
-    Target,
-    TargetFacts,
-    pool_for,
-    request_bytes,
-)
+from crossover.loadtests.load_generator.openai_endpoint import pool_for, request_bytes
 from crossover.loadtests.load_generator.sse_timestamps import MAX_EVENT_BYTES, Answer, stream
+from crossover.loadtests.load_generator.target import Target, TargetFacts
 from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import answered, scripted, sse
 

@@ -86,7 +86,12 @@ def test_the_prompt_cache_has_as_many_bytes_for_another_model(tmp_path: Path) ->
     assert ratio > 2
     assert settings_for("8b").stored_tokens == int(60_000 / ratio)
     assert settings_for("8b").copy_token_seconds == pytest.approx(5e-6 * ratio)
-    assert settings_for("qwen3.5-4b").stored_tokens == 0, "it has states, so no prompt cache"
+    assert settings_for("8b").stored_sequence_tokens == 0
+    hybrid, spec = settings_for("qwen3.5-4b"), ladder_model("qwen3.5-4b").spec
+    ratio = spec.kv_bytes_per_token() / steps.model.kv_bytes_per_token()
+    assert hybrid.stored_tokens == int(60_000 / ratio)
+    states_bytes = hybrid.stored_sequence_tokens * spec.kv_bytes_per_token()
+    assert states_bytes == pytest.approx(2 * spec.state_bytes_per_slot, rel=0.01)
 
 
 @pytest.mark.parametrize("measured", ["dense", "experts"])

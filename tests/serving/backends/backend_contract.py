@@ -176,16 +176,21 @@ def check_export(
     case.expect_generated(prompt, 4, "after a third load", slot=1, start=len(prompt) - 1)
 
 
-def check_prompt_cache(make: Make, *values: Any, cached: dict[str, Any] | None = None) -> None:
+def check_prompt_cache(
+    make: Make,
+    *values: Any,
+    context_tokens: int = 256,
+    cached: dict[str, Any] | None = None,
+) -> None:
     """Conversations of nine users, two of whom ask at a time: with three slots and a prompt cache,
     the answers and the computed tokens are those of a slot for each user.
 
     `values`: of `make`. `cached`: further settings of the engine with the prompt cache.
     """
     size = 48 << 20
-    small = make(*values, slots=3, prompt_cache_bytes=size, **(cached or {}))
-    with_cache = _converse(small, size)
-    with_slots = _converse(make(*values, slots=9, context_tokens=256), 0)
+    settings = {"context_tokens": context_tokens, **(cached or {})}
+    with_cache = _converse(make(*values, slots=3, prompt_cache_bytes=size, **settings), size)
+    with_slots = _converse(make(*values, slots=9, context_tokens=context_tokens), 0)
     assert [turn.answer for turn in with_cache] == [turn.answer for turn in with_slots]
     later_turns = slice(9, None)
     assert with_cache[later_turns] == with_slots[later_turns]

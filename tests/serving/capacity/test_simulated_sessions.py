@@ -163,20 +163,32 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
 
 
 @pytest.mark.parametrize(
-    ("stored_tokens", "gap_seconds", "found_share"), [(1000, 12.0, 0.6), (5000, 8.0, 0.7)]
+    ("kind", "stored_tokens", "gap_seconds", "found_share"),
+    [
+        ("any prefix", 1000, 12.0, 0.6),
+        ("any prefix", 5000, 8.0, 0.7),
+        ("checkpoints", 1500, 16.0, 0.5),
+        ("checkpoints", 8000, 16.0, 0.6),
+    ],
 )
-def test_the_prompt_cache_is_the_engines_own(stored_tokens, gap_seconds, found_share):
-    """The simulation stores, restores and drops the same histories as the scheduler."""
+def test_the_prompt_cache_is_the_engines_own(kind, stored_tokens, gap_seconds, found_share):
+    """The simulation stores, restores and drops the same histories as the scheduler. With
+    checkpoints, each takes as much as 100 tokens for two states beside its own."""
     token_bytes, context_tokens = 1 << 14, 2048
-    lengths = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind="any prefix"))
+    sequence_tokens = 100 if kind == "checkpoints" else 0
+    lengths = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind=kind))
     turns = lengths.turns
     assert turns is not None
     due = np.cumsum(np.random.default_rng(5).exponential(gap_seconds, turns.session[-1] + 1))
     settings = SchedulerSettings(slots=3, step_seconds_target=0.2)
-    size = (stored_tokens + context_tokens) * token_bytes
+    size = (stored_tokens + context_tokens + sequence_tokens) * token_bytes
     options = {"token_bytes": str(token_bytes)}
+    if kind == "checkpoints":
+        options |= {"rewinds": "false", "saved_bytes": str(sequence_tokens * token_bytes // 2)}
     ttft, cached = converse(lengths, due[turns.session], settings, options, size)
-    settings = msgspec.structs.replace(settings, stored_tokens=stored_tokens)
+    settings = msgspec.structs.replace(
+        settings, stored_tokens=stored_tokens, stored_sequence_tokens=sequence_tokens
+    )
     played = simulate(
         STEPS, settings, due[turns.session], lengths.prompt, lengths.output, turns=turns
     )

@@ -319,6 +319,8 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["135m", "--kv-dtype", "fp7"], "fp7"),
         (["fake", "--option", "step_seconds"], "not of the form KEY=VALUE"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
+        (["fake", "--engines", "4096"], "--engines 4096 needs a physical core for each engine"),
+        (["fake", "--engines", "2", "--standby", "warm"], "--standby warm keeps a fallback loaded"),
         (["fake", "--cores", "x"], "--cores 'x' is not a list of cores"),
         (["fake", "--drain-timeout", "-1"], "--drain-timeout must be at least 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is not a size"),

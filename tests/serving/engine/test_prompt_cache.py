@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from crossover.serving.capacity.choose_slot import PROMPT_TAIL
 from crossover.serving.capacity.stored_sequences import StoredSequences
 from crossover.serving.engine.ipc_messages import Delta, PromptCacheStats
 from crossover.serving.engine.prompt_cache import BLOCK_BYTES
 from crossover.serving.engine.scheduler import Scheduler
 from crossover.serving.errors import EngineFailed
+from crossover.serving.hardware.machine_facts import resident_bytes
 from tests.fake_backend import continuation
 from tests.serving.engine.schedules import (
     VOCABULARY,
@@ -25,6 +27,7 @@ from tests.serving.engine.schedules import (
 )
 
 ANSWER_TOKENS = 12
+RECURRENT = {"rewinds": False}  # as with a recurrent state
 
 
 def make_cached(stored_tokens: int, **changes: Any) -> tuple[Scheduler, Recorder]:
@@ -59,24 +62,25 @@ class Chats:
         assert self.scheduler.add(request(self.turns, self.histories[user], ANSWER_TOKENS)) is None
         return self.turns
 
-    def read(self, user: int, deltas: list[Delta]) -> int:
-        """Check an answer, add it and the next question to the history, and return how many tokens
-        of the prompt were computed."""
+    def read(self, user: int, deltas: list[Delta], sent_back: int = ANSWER_TOKENS) -> int:
+        """Check an answer, add its first `sent_back` tokens and the next question to the history,
+        and return how many tokens of the prompt were computed."""
         history = self.histories[user]
         assert text_of(deltas) == expected_text(history, ANSWER_TOKENS)
         cached = next(each.cached_tokens for each in deltas if each.cached_tokens is not None)
         answer = continuation(history, ANSWER_TOKENS, VOCABULARY)
-        self.histories[user] = history + answer + prompt_of(self.rng, 9)
+        self.histories[user] = history + answer[:sent_back] + prompt_of(self.rng, 9)
         return len(history) - cached
 
-    def turn(self, user: int) -> int:
+    def turn(self, user: int, sent_back: int = ANSWER_TOKENS) -> int:
         """Play the next turn of a user; return how many tokens of its prompt were computed."""
         number = self.ask(user)
-        return self.read(user, run(self.scheduler)[number])
+        return self.read(user, run(self.scheduler)[number], sent_back)
 
 
-def test_histories_beyond_the_slots_are_restored() -> None:
-    scheduler, _ = make_cached(2000, slots=2)
+@pytest.mark.parametrize("options", [{}, RECURRENT], ids=["truncated", "checkpoints"])
+def test_histories_beyond_the_slots_are_restored(options: dict[str, Any]) -> None:
+    scheduler, _ = make_cached(2000, slots=2, options=options)
     chats = Chats(scheduler, users=6)
     for user in range(6):
         chats.turn(user)
@@ -87,6 +91,46 @@ def test_histories_beyond_the_slots_are_restored() -> None:
     assert stats.restored_tokens > 0 and stats.copy_seconds > 0
     assert stats.sequences == 4, "those of the other two users are in their slots"
     assert stats.used_bytes <= stats.max_bytes
+
+
+def test_a_history_that_is_not_continued_whole_is_restored_from_its_checkpoint() -> None:
+    """As where a chat template leaves thoughts out of the next prompt."""
+    scheduler, _ = make_cached(2000, slots=2, options=RECURRENT)
+    chats = Chats(scheduler, users=6)
+    for user in range(6):
+        chats.turn(user, sent_back=0)
+    for _ in range(3):
+        # what follows the checkpoint, and the new question
+        assert [chats.turn(user, sent_back=0) for user in range(6)] == [PROMPT_TAIL + 9] * 6
+
+
+def test_a_checkpoint_of_a_shared_beginning_serves_with_the_kv_of_a_stored_history() -> None:
+    rng = random.Random(8)
+    scheduler, _ = make_cached(2000, slots=2, options=RECURRENT)
+    shared = prompt_of(rng, 100)
+    prompts = [[*shared, *prompt_of(rng, 30)] for _ in range(3)]
+    others = [prompt_of(rng, 20) for _ in range(2)]  # they take both slots
+    found = []
+    for number, prompt in enumerate([*prompts[:2], *others, prompts[2]]):
+        scheduler.add(request(number, prompt, ANSWER_TOKENS))
+        deltas = run(scheduler)[number]
+        assert text_of(deltas) == expected_text(prompt, ANSWER_TOKENS)
+        found += [each.cached_tokens for each in deltas if each.cached_tokens is not None]
+    assert found == [0, 0, 0, 0, 100]
+
+
+def test_states_and_checkpoints_count_as_memory_of_stored_sequences() -> None:
+    options = {**RECURRENT, "saved_bytes": 40 * BLOCK_BYTES}
+    scheduler, _ = make_cached(1080, slots=1, options=options)
+    assert scheduler.settings.stored_tokens == 1000, "the other 80 are for copies of a context"
+    assert scheduler.settings.stored_sequence_tokens == 80
+    chats = Chats(scheduler, users=8)
+    for user in range(8):
+        chats.turn(user)
+    stats = stats_of(scheduler)
+    assert stats.sequences == 1000 // (131 + 80)
+    assert stats.used_bytes == stats.sequences * (131 + 80) * BLOCK_BYTES
+    assert stats.dropped_tokens == 131 * (7 - stats.sequences)
 
 
 def test_without_a_prompt_cache_more_users_than_slots_compute_their_histories() -> None:
@@ -129,6 +173,11 @@ def test_a_prefix_that_conversations_share_stays_stored() -> None:
         {"slots": 1},
         {"slots": 3, "stored_tokens": 400},
         {"slots": 3, "prefill_tokens": 7},
+        {"slots": 4, "options": RECURRENT},
+        {"slots": 4, "kv_tokens": 512, "options": RECURRENT},
+        {"slots": 1, "options": RECURRENT},
+        {"slots": 3, "stored_tokens": 400, "options": RECURRENT},
+        {"slots": 3, "stored_tokens": 900, "options": {**RECURRENT, "saved_bytes": 1 << 21}},
     ],
 )
 def test_tokens_are_right_under_churn_of_conversations(changes: dict[str, Any]) -> None:
@@ -158,6 +207,19 @@ def test_tokens_are_right_under_churn_of_conversations(changes: dict[str, Any]) 
     stats = stats_of(scheduler)
     assert stats.restored_tokens > 0 and stats.stored_tokens > 0
     assert stats.dropped_tokens > 0 or "stored_tokens" not in changes
+
+
+def test_memory_after_much_churn_is_what_was_requested() -> None:
+    before = resident_bytes()
+    scheduler, _ = make_cached(3500, slots=2)
+    chats = Chats(scheduler, users=30)
+    for _ in range(16):
+        for user in range(30):
+            chats.turn(user)
+    assert stats_of(scheduler).dropped_tokens > 20 * 3500, "all of it was overwritten many times"
+    after = resident_bytes()
+    assert before is not None and after is not None
+    assert after - before == pytest.approx((3500 + 512) * BLOCK_BYTES, rel=0.05)
 
 
 def test_a_preempted_sequence_goes_on_from_what_it_computed() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from crossover.loadtests.host.cpu_pinning import divide_cores
 from crossover.serving.cli.doctor_command import cpus_to_measure, machine_rows
+from crossover.serving.errors import ServingError
 from crossover.serving.hardware.core_speeds import (
     last_cache_bytes,
     spread_over_cores,
@@ -76,6 +77,68 @@ def test_weights_that_fit_on_no_node_are_spread_over_all_of_them(tmp_path: Path)
     # Cores that the user names stay, and the memory is spread.
     named = split_cores(tree.cpus, (0, 1), root=tmp_path, memory_bytes=300 * GIB)
     assert named.engine == (0, 1) and named.memory_nodes == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "engines", "cores", "memory_nodes", "threads", "why"),
+    [
+        (two_xeons, 2, ["0-30,64-94", "32-62,96-126"], [(0,), (1,)], 31, "kept for HTTP"),
+        (
+            two_xeons,
+            4,
+            ["0-14,64-78", "15-29,79-93", "32-46,96-110", "47-61,111-125"],
+            [(0,), (0,), (1,), (1,)],
+            15,
+            "kept for HTTP",
+        ),
+        (
+            epyc_with_four_nodes,
+            2,
+            ["0-15,64-79", "16-31,80-95"],
+            [(0,), (1,)],
+            16,
+            "2 NUMA nodes of 4, one for each engine",
+        ),
+        (xeon_with_hyperthreads, 2, ["0-30,64-94", "31-61,95-125"], [(), ()], 31, "kept for HTTP"),
+    ],
+)
+def test_engines_have_equal_shares_each_on_one_node(
+    tmp_path: Path,
+    make: Callable[[Path], Tree],
+    engines: int,
+    cores: list[str],
+    memory_nodes: list[tuple[int, ...]],
+    threads: int,
+    why: str,
+) -> None:
+    split = split_cores(make(tmp_path).cpus, root=tmp_path, memory_bytes=8 * GIB, engines=engines)
+    assert [cores_text(engine.cores) for engine in split.engines] == cores
+    assert [engine.memory_nodes for engine in split.engines] == memory_nodes
+    assert split.threads == threads and why in split.note
+    assert f"{engines} engines on cores {cores[0]}" in split.note
+    assert not set(split.engine) & set(split.api)
+
+
+def test_engines_whose_memory_fits_on_no_node_have_it_on_all(tmp_path: Path) -> None:
+    cpus = two_xeons(tmp_path, free_kib={0: 10_000_000, 1: 10_000_000}).cpus
+
+    def memory_nodes(engines: int, gib: int) -> set[tuple[int, ...]]:
+        split = split_cores(cpus, root=tmp_path, memory_bytes=gib * GIB, engines=engines)
+        return {engine.memory_nodes for engine in split.engines}
+
+    assert memory_nodes(2, 16) == memory_nodes(4, 16) == {(0,), (1,)}
+    assert memory_nodes(2, 24) == memory_nodes(4, 24) == {(0, 1)}
+
+
+def test_engines_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    cpus = two_xeons(tmp_path).cpus
+    with pytest.raises(ServingError, match="--engines 3 cannot be divided .* Use 2 or 4"):
+        split_cores(cpus, root=tmp_path, engines=3)
+    with pytest.raises(ServingError, match="--engines 5 needs a physical core .* 0-3 are 4"):
+        split_cores(cpus, (0, 1, 2, 3), root=tmp_path, engines=5)
+    with pytest.raises(ServingError, match="are 2 and a CPU quota of 1.5"):
+        split_cores(cpus, (0, 1), root=tmp_path, engines=2, quota=1.5)
+    assert "--engines 2 uses all" in split_cores(cpus, root=tmp_path).note
 
 
 def test_of_two_equal_nodes_the_one_with_more_free_memory_is_taken(tmp_path: Path) -> None:

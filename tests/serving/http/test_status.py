@@ -123,6 +123,16 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
         ),
         (
             True,
+            {
+                "rewinds": False,
+                "has_checkpoints": True,
+                "why_not_rewinds": "it is recurrent",
+                "settings": SchedulerSettings(stored_tokens=500),
+            },
+            "from checkpoints, .* diverge, also of 64 MiB of earlier sequences, since it is recurr",
+        ),
+        (
+            True,
             {"rewinds": False, "why_not_rewinds": "it is recurrent"},
             "nothing: it is recurrent",
         ),

@@ -108,6 +108,10 @@ def test_the_default_prompt_cache_takes_a_quarter_of_what_is_left() -> None:
     assert small.settings == without.settings, "the context is not shortened for it"
     tiny = planned(SMALL, machine(), context_tokens=128, slots=4)
     assert tiny.memory.prompt_cache_bytes == 8 * tiny.memory.kv_bytes < 4 * GIB
+    hybrid = planned(ladder_model("qwen3.5-4b").spec, machine(32), slots=4, context_tokens=256)
+    states_bytes = hybrid.memory.state_bytes
+    assert states_bytes > 0
+    assert hybrid.memory.prompt_cache_bytes == 8 * (hybrid.memory.kv_bytes + states_bytes)
     for options in ({"backend": "torch"}, {"prefix_reuse": False}):
         placement = planned(SMALL, machine(), **options)
         assert placement.memory.prompt_cache_bytes == 0
@@ -119,11 +123,6 @@ def test_the_default_prompt_cache_takes_a_quarter_of_what_is_left() -> None:
     [
         (SMALL, {"backend": "torch"}, "no prompt cache, which torch on the CPU does not have"),
         (SMALL, {"prefix_reuse": False}, "no prompt cache, since prefix reuse is off"),
-        (
-            ladder_model("qwen3.5-4b").spec,
-            {"backend": "llama_cpp"},
-            "no prompt cache, since qwen3.5-4b has states or windows that cannot be truncated",
-        ),
     ],
 )
 def test_without_a_prompt_cache_the_explanation_says_why(

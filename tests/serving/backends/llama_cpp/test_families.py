@@ -22,6 +22,7 @@ from crossover.serving.engine.scheduler import Scheduler
 from crossover.serving.placement.placement_policy import memory_at
 from crossover.serving.sampling.step_inputs import Sampling
 from tests.gguf_families import FAMILIES, ROUTED, SIZES, VOCABULARY, Sizes, write_family
+from tests.serving.backends.backend_contract import check_prompt_cache
 from tests.serving.backends.backend_steps import Make, generate, near_tie
 
 # Of each kind one on every run: dense in parts, experts with windows, latent attention, a hybrid
@@ -121,6 +122,14 @@ def test_a_family_answers_single_batched_in_turns_and_from_a_shared_prefix(
     for prompt, (answer, cached) in zip(both, chat.ask(*both), strict=True):
         assert cached >= len(beginning)
         check(prompt, answer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_answers_alike_with_a_prompt_cache_and_with_a_slot_for_each_user(
+    name: str, make: Make, tmp_path: Path
+) -> None:
+    file = write_family(name, tmp_path, sizes_of(name))
+    check_prompt_cache(make, file, context_tokens=CONTEXT)
 
 
 @pytest.mark.parametrize("name", NAMES)

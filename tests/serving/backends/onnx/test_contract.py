@@ -104,4 +104,4 @@ def test_an_exported_slot_is_the_same_in_another_slot(make: Make) -> None:
 
 
 def test_a_prompt_cache_gives_the_answers_of_more_slots(make: Make) -> None:
-    check_prompt_cache(make, onnx_folder("llama-fp32"), cached={"context_tokens": 256})
+    check_prompt_cache(make, onnx_folder("llama-fp32"))

@@ -1,0 +1,213 @@
+"""Several engines of one model behind one queue, as real children of the fake backend."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.errors import EngineFailed, Overloaded
+from crossover.serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.choose_engine import Histories, as_history
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from tests.serving.children import LONG, collect, kinds, next_of, run, running, truth, until
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
+
+def in_flight(supervisor: Supervisor) -> list[int]:
+    return [engine.in_flight for engine in supervisor.engines]
+
+
+def test_requests_are_spread_and_wait_in_one_queue(
+    config: Callable[..., EngineConfig], tokenizer_path: str
+) -> None:
+    async def scenario() -> None:
+        bounds = QueueBounds(waiting_requests=3)
+        async with running(config(), config(), side_by_side=True, bounds=bounds) as supervisor:
+            assert len(supervisor.pids) == 2 and kinds(supervisor).count("ready") == 2
+            streams = [
+                supervisor.submit(GenerationRequest([5, 6, 7 + n], 30, ignore_eos=True))
+                for n in range(11)
+            ]
+            assert in_flight(supervisor) == [4, 4] and supervisor.in_flight == 11
+            with pytest.raises(Overloaded, match="3 requests are waiting"):
+                supervisor.submit(GenerationRequest([1], 1))
+            await next_of(streams[0])
+            await next_of(streams[1])
+            stats = supervisor.requests.stats
+            assert stats is not None and (stats.running, stats.waiting) == (8, 3)
+            for n, stream in enumerate(streams[2:], 2):
+                assert (await collect(stream)).text == truth(tokenizer_path, [5, 6, 7 + n], 30)
+            await until(lambda: supervisor.in_flight == 0)
+
+    run(scenario())
+
+
+def test_a_death_is_only_of_those_that_the_engine_ran(
+    config: Callable[..., EngineConfig], tokenizer_path: str
+) -> None:
+    async def scenario() -> None:
+        async with running(config(), config(), side_by_side=True) as supervisor:
+            read = [
+                supervisor.submit(GenerationRequest([1, 2, 3 + n], LONG, ignore_eos=True))
+                for n in range(2)
+            ]
+            for stream in read:
+                await next_of(stream)
+            unread = [
+                supervisor.submit(GenerationRequest([4, 5, 6 + n], 40, ignore_eos=True, whole=True))
+                for n in range(6)
+            ]
+            waiting = supervisor.submit(GenerationRequest([9], 20, ignore_eos=True))
+            dead, living = supervisor.engines
+            assert dead.pid is not None and in_flight(supervisor) == [4, 4]
+            os.kill(dead.pid, signal.SIGKILL)
+            last = await collect(read[0])
+            assert last.finish == "error" and last.error is not None and "SIGKILL" in last.error
+            assert supervisor.state == "ready" and supervisor.requests.engines == [living]
+            for n, stream in enumerate(unread):
+                assert (await collect(stream)).text == truth(tokenizer_path, [4, 5, 6 + n], 40)
+            assert (await collect(waiting)).tokens == 20
+            assert (await collect(read[1])).finish == "length"
+            await until(lambda: len(supervisor.requests.engines) == 2)
+            assert supervisor.restarts == 1 and dead.pid not in supervisor.pids
+
+    run(scenario())
+
+
+def test_the_model_is_restarting_only_while_no_engine_serves(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(), config(), side_by_side=True) as supervisor:
+            whole = supervisor.submit(GenerationRequest([1], 300, ignore_eos=True, whole=True))
+            for pid in supervisor.pids:
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "restarting")
+            assert supervisor.ready is None
+            await until(lambda: supervisor.state == "ready")
+            assert (await collect(whole)).tokens == 300
+
+    run(scenario())
+
+
+def test_what_killed_two_engines_is_not_started_a_third_time(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        configs = [config() for _ in range(3)]
+        async with running(*configs, side_by_side=True) as supervisor:
+            poison = supervisor.submit(GenerationRequest([1], LONG, ignore_eos=True, whole=True))
+            for deaths in (1, 2):  # wherever it runs
+                assert poison.engine is not None and poison.engine.pid is not None
+                os.kill(poison.engine.pid, signal.SIGKILL)
+                await until(lambda deaths=deaths: supervisor.deaths.total() == deaths)  # type: ignore[misc]
+            assert (await collect(poison)).finish == "error" and supervisor.state == "ready"
+
+    run(scenario())
+
+
+def test_an_engine_that_cannot_load_leaves_the_model_to_the_others(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        broken = config(fail_cause="unsupported")
+        async with running(config(), broken, side_by_side=True) as supervisor:
+            assert len(supervisor.requests.engines) == 1 and "failed" in kinds(supervisor)
+            assert (await collect(supervisor.submit(GenerationRequest([1], 5)))).tokens == 5
+        async with running(broken, broken, side_by_side=True, wait=False) as supervisor:
+            with pytest.raises(EngineFailed, match="unsupported"):
+                await supervisor.wait_ready(20)
+
+    run(scenario())
+
+
+def test_the_model_is_ready_when_all_engines_are(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        slow = config(load_seconds=0.5)
+        async with running(config(), slow, side_by_side=True, wait=False) as supervisor:
+            await until(lambda: "ready" in kinds(supervisor))
+            assert supervisor.state == "loading"
+            await supervisor.wait_ready(20)
+            assert len(supervisor.requests.engines) == 2
+
+    run(scenario())
+
+
+def test_a_drain_finishes_those_that_wait_in_the_queue(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        one_slot = config(slots=1)
+        async with running(one_slot, one_slot, side_by_side=True) as supervisor:
+            streams = [
+                supervisor.submit(GenerationRequest([1, n], 30, ignore_eos=True)) for n in range(6)
+            ]
+            stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=20))
+            for stream in streams:
+                assert (await collect(stream)).finish == "length"
+            assert await stopping == 0 and supervisor.state == "stopped"
+
+    run(scenario())
+
+
+def test_a_request_that_waits_too_long_ends_at_its_deadline(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        one_slot = config(slots=1)
+        async with running(one_slot, one_slot, side_by_side=True) as supervisor:
+            for n in range(2):
+                supervisor.submit(GenerationRequest([1, n], LONG, ignore_eos=True))
+            late = supervisor.submit(GenerationRequest([3], 5, deadline_seconds=0.3))
+            assert (await collect(late)).finish == "deadline"
+
+    run(scenario())
+
+
+def test_the_wait_for_an_engine_is_part_of_the_queue_time(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        one_slot = config(slots=1)
+        async with running(one_slot, one_slot, side_by_side=True) as supervisor:
+            for n in range(2):
+                supervisor.submit(GenerationRequest([1, n], 60, ignore_eos=True))
+            delta = await collect(supervisor.submit(GenerationRequest([3], 2, ignore_eos=True)))
+            assert delta.queue_seconds is not None and delta.queue_seconds > 0.2
+
+    run(scenario())
+
+
+def test_a_conversation_stays_on_the_engine_that_has_it_while_that_has_room(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=2), config(slots=2), side_by_side=True) as supervisor:
+            first, second = supervisor.engines
+            turn = list(range(40))
+            other = supervisor.submit(GenerationRequest([7] * 40, LONG, ignore_eos=True))
+            began = supervisor.submit(GenerationRequest(turn, 3, ignore_eos=True))
+            assert (other.engine, began.engine) == (first, second)
+            await collect(began)
+            busy = supervisor.submit(GenerationRequest([8] * 40, LONG, ignore_eos=True))
+            assert busy.engine is second  # which has more room
+            turn += range(50, 80)
+            again = supervisor.submit(GenerationRequest(turn, 3, ignore_eos=True))
+            assert again.engine is second
+            turn += range(90, 120)
+            elsewhere = supervisor.submit(GenerationRequest(turn, 3, ignore_eos=True))
+            assert elsewhere.engine is first  # since the other one is full
+
+    run(scenario())
+
+
+def test_a_shared_beginning_is_no_conversation() -> None:
+    histories = Histories()
+    system = list(range(100, 164))
+    histories.add(as_history([*system, *range(30)]))
+    assert histories.continued_by(as_history([*system, *range(500, 540)])) == 0
+    assert histories.continued_by(as_history([*system, *range(30)])) == 0  # the same once more
+    assert histories.continued_by(as_history([*system, *range(30), *range(40)])) == 64 + 30 - 8
