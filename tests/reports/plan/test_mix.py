@@ -212,7 +212,7 @@ def test_machines_for_all_models_and_for_each_cost_what_was_computed_by_hand() -
     text = words(found)
     assert (
         "all models on each cost $730 a month less" in text
-        and "busy for only 52 % and 45 %" in text
+        and "busy for only 53 % and 45 %" in text
     )
     assert "smollm2-360m for all requests would cost $730 a month more" in text
 
