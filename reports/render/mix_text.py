@@ -76,11 +76,11 @@ def alternatives_sentences(alternatives: Sequence[MixAlternative]) -> Iterator[s
     """Yield for each kind of machine whether all models on each of them cost less than a machine
     for each model, and why; then what the router saves."""
     for row in alternatives:
-        words = _comparison_words(row)
-        if words:
-            yield f"{row.machine}: {words}"
-        if row.largest is not None and (saving := _saving_words(row, row.largest)):
-            yield f"{row.machine}: {saving}"
+        words = [_comparison_words(row)]
+        if row.largest is not None:
+            words.append(_saving_words(row, row.largest))
+        if said := " ".join(filter(None, words)):
+            yield f"{row.machine}: {said}"
 
 
 def _comparison_words(row: MixAlternative) -> str:

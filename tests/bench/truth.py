@@ -36,7 +36,7 @@ from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import RunRecords, read_records
-from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.batching_simulator import Simulated, simulate
 from crossover.serving.capacity.simulated_capacity import (
     Demand,
     PrefixReuse,
@@ -163,6 +163,11 @@ def _simulated_good(server: ServerModel, level: Level, slo: Slo, workload: Workl
     every turn, and the think times; what is found in the cache is simulated."""
     if workload.has_sessions:
         return _simulated_good_turns(server, level, slo, workload)
+    return int(slo.met_by(simulated_level(server, level))[level.counted].sum())
+
+
+def simulated_level(server: ServerModel, level: Level) -> Simulated:
+    """Return the requests of a level, simulated with their own arrivals and lengths."""
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
@@ -171,8 +176,7 @@ def _simulated_good(server: ServerModel, level: Level, slo: Slo, workload: Workl
     )
     cached = np.nan_to_num(level.cached_tokens)
     played = simulate(server.step_times, server.settings, level.due, prompt, output, cached)
-    played = msgspec.structs.replace(played, reasoning_share=server.reasoning_share)
-    return int(slo.met_by(played)[level.counted].sum())
+    return msgspec.structs.replace(played, reasoning_share=server.reasoning_share)
 
 
 def _simulated_good_turns(server: ServerModel, level: Level, slo: Slo, workload: Workload) -> int:

@@ -34,9 +34,9 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
-    # Idle threads spin between operators. None: unless another engine runs on their cores, which
-    # then would get less than its part: two models on two cores served 1.6 times as many requests
-    # without (tests/bench/RESULTS.md).
+    # Idle threads spin between operators. None: unless another engine runs on their cores, from
+    # which they would take time: without, two models on two cores served at least 1.5 times as many
+    # requests (tests/bench/RESULTS.md).
     spinning: bool | None = None
     flash_attention: bool | None = None  # None: on with at most MAX_FLASH_THREADS threads
 

@@ -169,7 +169,20 @@ def test_a_plan_says_what_a_start_costs_and_who_serves_meanwhile() -> None:
     assert "mine serves up to 30 requests a minute, so nobody waits for a start." in text
     assert "first user waits" in text and '"waiting_share"' in as_json(plan)
     page = plan_page(plan)
-    assert "so nobody waits for a start." in page and page.count("first user waits") == 1
+    assert "so nobody waits for a start." in page and page.count(">first user waits<") == 1
+
+
+def test_the_bridge_is_named_for_each_rented_machine() -> None:
+    question = read_question(
+        {"model": "1b", "forecast": {"peak_rate": 0.001}, "cold_start": {"machine_seconds": 60}}
+    )
+    mine = machine("mine", None, owned=1, load_seconds=2.0)
+    rented = [machine("slow", 0.5, load_seconds=60.0), machine("NVIDIA L4", 0.8, load_seconds=5.0)]
+    text = as_text(
+        make_plan(question, [mine, *rented, machine("NVIDIA L40S", 1.9, load_seconds=5.0)]), 200
+    )
+    assert "While slow starts (2 min), mine serves" in text
+    assert "While NVIDIA L4 or NVIDIA L40S starts (1 min 5 s), mine serves" in text
 
 
 def test_a_plan_without_the_table_has_no_cold_starts() -> None:

@@ -147,11 +147,38 @@ def small_table() -> Sizing:
     return size(task_named("chat"), 50, ["1b", "8b"], [], ["NVIDIA L4", "Intel Xeon 6980P"])
 
 
+def test_the_day_and_spares_of_a_table_are_those_of_a_plan() -> None:
+    """One machine carries 20 users; it is rented in the hours of an office, with one more."""
+    always, office = (
+        size(
+            task_named("chat"),
+            20,
+            ["1b"],
+            [],
+            ["NVIDIA L4"],
+            day=day,
+            weekend=weekend,
+            spares=spares,
+        )
+        for day, weekend, spares in (("flat", 1.0, 0), ("office", 0.0, 1))
+    )
+    (one,), (two,) = always.rows, office.rows
+    assert (one.machines, two.machines) == (1, 2)
+    assert two.users_per_machine == one.users_per_machine
+    assert one.dollars and two.dollars and two.dollars < 2 * one.dollars
+    text = as_text(office, 200)
+    assert "and 1 that may fail" in text and "day: office, weekends 0 times as busy" in text
+    assert "rented day and night" in as_text(always, 200)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_one_user_is_one(name: str) -> None:
     sizing = Sizing(
         task=name,
         users=1,
+        day="flat",
+        weekend=1.0,
+        spares=0,
         think_seconds=45.0,
         lengths="",
         slo=SLO_PRESETS["chat"],
