@@ -103,7 +103,7 @@ CONFIG: dict[str, Any] = {
         "labelFontSize": 12,
         "labelColor": INK,
         "symbolStrokeWidth": 2,
-        "columns": 4,
+        "columns": 2,  # more would make a chart wider than a phone shows it
     },
     "title": {"font": FONT, "fontSize": 13, "color": INK, "anchor": "start", "fontWeight": 600},
     "text": {"font": FONT, "fontSize": 12, "color": INK},

@@ -286,8 +286,11 @@ class _CalibrationRun:
         """Return the tokens of each prompt of a burst: short ones, or quantiles of the workload's,
         all shortened by one factor if their processing would take too much of `seconds`."""
         if not has_real_lengths:
-            # A prompt of one token takes as long as one of several: its pass reads all weights.
-            return [int(min(SHORT_PROMPT_TOKENS, np.median(self._workload_prompts)))] * streams
+            # A prompt of one token takes as long as one of several, since its pass reads all
+            # weights; but of a mixture it reads few experts, which shows what they cost.
+            prompts = self._workload_prompts
+            tokens = np.median(prompts) if self._experts is None else prompts.min()
+            return [int(min(SHORT_PROMPT_TOKENS, tokens))] * streams
         lengths = np.quantile(self._workload_prompts, (np.arange(streams) + 0.5) / streams)
         prompts_seconds = float(sum(map(self._prompt_seconds, lengths)))
         lengths *= min(1.0, MAX_PROMPTS_SHARE * seconds / max(prompts_seconds, 1e-9))

@@ -293,7 +293,7 @@ command = "no-such-program {port}"
     [
         (EVENTS, 0.0),
         pytest.param(EVENTS, 0.1, marks=pytest.mark.slow),
-        (EVENTS, 0.6),
+        (EVENTS, 0.5),
         (REQUESTS, 0.35),
         pytest.param(REQUESTS, 0.999, marks=pytest.mark.slow),
     ],

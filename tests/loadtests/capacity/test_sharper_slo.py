@@ -54,6 +54,7 @@ def found_of(slo: Slo, **changes: object) -> Capacity:
         low=expected.rate / reach,
         high=expected.rate * reach,
         steepness=expected.steepness,
+        factor=1.0,
     )
     return msgspec.structs.replace(found, **changes)
 
