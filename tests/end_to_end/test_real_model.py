@@ -136,40 +136,6 @@ def test_load_is_put_on_it(url: str) -> None:
     assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
 
 
-def talk(url: str, users: int, turns: int) -> tuple[list[str], int]:
-    """The answers to users who take turns, and the prompt tokens that were computed for them."""
-    questions = ("Name a city in {0}.", "And another one?", "Which is larger?", "What is there?")
-    countries = ("France", "Italy", "Spain", "Japan", "Brazil", "Kenya", "India", "Canada", "Peru")
-    answers, computed = [], 0
-    chats: list[list[Any]] = [[SHORT] for _ in range(users)]
-    with client_of(url) as client:
-        for question in questions[:turns]:
-            for country, messages in zip(countries, chats, strict=False):
-                messages.append({"role": "user", "content": question.format(country)})
-                answer = chat(client, *messages, max_tokens=20)
-                reply = answer.choices[0].message.content
-                messages.append({"role": "assistant", "content": reply})
-                answers.append(reply)
-                usage = answer.usage
-                computed += usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
-    return answers, computed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ENGINES)
-def test_with_a_prompt_cache_answers_are_those_of_a_slot_for_each_user(
-    backend: str, cache: Path, request: pytest.FixtureRequest
-) -> None:
-    source = MODEL if backend == "llama_cpp" else request.getfixturevalue("safetensors")
-    found = []
-    for options in (("--prompt-cache", "512MiB"), ("--slots", "9", "--prompt-cache", "0")):
-        with served(cache, source, backend, ENGINES[backend], *options) as url:
-            found.append(talk(url, users=9, turns=4))
-    (cached_answers, cached_tokens), (answers, computed_tokens) = found
-    assert cached_answers == answers
-    assert cached_tokens == pytest.approx(computed_tokens, rel=0.05)
-
-
 @pytest.mark.slow
 def test_four_bits_know_it(cache: Path, safetensors: Path) -> None:
     with served(cache, safetensors, "onnx", "int4") as url, client_of(url) as client:
