@@ -312,9 +312,9 @@ class CellRun:
         state, calibrated = self.state, self.state.calibrated
         if self.max_slots is None or state.slots_choice is not None:
             return
-        if capacity_of(state).state == "misses_slo_unloaded":
-            return
         if calibrated is None or calibrated.server is None:
+            return
+        if capacity_of(state).state == "misses_slo_unloaded":
             return
         self.progress.tick(f"{state.key}: simulating other numbers of slots")
         choice = best_slots(
