@@ -183,7 +183,7 @@ def measured_level(level: Level, model: str, total: float, is_mixed: bool) -> Me
         total_rate=total,
         model=model,
         is_mixed=is_mixed,
-        rate=level.achieved_rate,
+        rate=level.offered_rate,
         due=judged.due,
         attainment=judged.share or 0.0,
         median_ttft_seconds=level.quantile(level.ttft, 0.5) or 0.0,
@@ -247,7 +247,7 @@ def main() -> None:
             options.level_seconds,
             seed=1 + 10 * len(kept),
         )
-        came = sum(level.achieved_rate for level in levels)
+        came = sum(level.offered_rate for level in levels)
         kept.extend(
             measured_level(level, model, came, len(used) > 1)
             for level, (model, _) in zip(levels, used, strict=True)

@@ -114,7 +114,7 @@ def users_of(level: Level) -> float:
     first, the time to think before it."""
     thinking = THINK_SECONDS * (1 - 1 / mean_turns_of(CHATS))
     seconds = level.e2e[level.counted]
-    return level.achieved_rate * (float(np.nanmean(seconds)) + thinking)
+    return level.offered_rate * (float(np.nanmean(seconds)) + thinking)
 
 
 def quantile(values: np.ndarray, share: float) -> float | None:
