@@ -36,7 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "quick": (
         "crossover.reports.cli.quick_command:quick",
-        "Estimate in 90 seconds what a running server carries: requests per second, users.",
+        "Estimate in 90 seconds how many requests per second and users a running server can serve.",
     ),
     "load": (
         "crossover.loadtests.cli.load_command:load",
@@ -64,7 +64,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "size": (
         "crossover.reports.cli.size_command:size",
-        "Count the users that each machine carries with each model, and the machines for a team.",
+        "Count the users that each machine serves with each model, and the machines for a team.",
     ),
     "atlas": (
         "crossover.reports.cli.atlas_command:atlas",

@@ -46,7 +46,7 @@ def init_campaign() -> None:
 
 WHAT = (
     "A campaign file (TOML), or models: ladder models, GGUF files, folders or hub ids. "
-    "Default: four ladder models around this machine's capacity, in 8 minutes."
+    "Default: up to four ladder models around this machine's capacity, in 8 minutes."
 )
 
 
@@ -58,9 +58,9 @@ def run_campaign(
     out: Annotated[Path, typer.Option(help="Folder for run folders.")] = Path("runs"),
     trust: Trust = False,
 ) -> None:
-    """Measure every cell of a campaign (a model on an engine) into a new folder below --out.
+    """Measure every configuration (a model on an engine) into a new run folder below --out.
 
-    For each cell: start the server, measure single streams and two bursts, estimate the capacity
+    For each one: start the server, measure single streams and two bursts, estimate the capacity
     from the step times, and confirm a rate below it.
     Models given instead of a file are measured with the demo's settings (loadtests/demo.toml).
     `crossover campaign resume FOLDER` continues a run that was killed; nothing is measured twice.
@@ -97,7 +97,7 @@ def _plan_of(what: list[str]) -> Plan:
     return read_campaign(Path(what[0]))
 
 
-CONFIRM = "Also confirm the cells that are only estimated, however long that takes."
+CONFIRM = "Also confirm a rate of configurations with only an estimate, however long it takes."
 
 
 @campaign.command("resume")
@@ -128,7 +128,7 @@ def _print_results(folder: Path) -> None:
 
 @campaign.command("show")
 def show(folder: Folder) -> None:
-    """Show cells, levels, verdicts and capacities of a run, finished or not."""
+    """Show configurations, load levels, verdicts and capacities of a run, finished or not."""
     from crossover.loadtests.campaign.campaign_text import show_run
 
     show_run(folder)

@@ -32,9 +32,9 @@ def _compare(options: CompareOptions) -> None:
     """Tell where the runs of one folder are faster or slower than those of another.
 
     Each side needs at least three runs, started alternately; with fewer, the differences are shown
-    and the verdict is "not known". Compared are TTFT, TPOT, E2E and output tokens/s at loads that
-    both sides measured, and the capacity. Runs that differ in a fact (machine, workload, settings)
-    are refused with both values, unless --allow names it.
+    and the verdict is "not known". It compares the capacity, and TTFT, TPOT, E2E and output
+    tokens/s at loads that both sides measured. Runs that differ in a fact (machine, workload,
+    settings) are refused with both values, unless --allow names it.
 
     \b
     crossover compare old-version/ new-version/

@@ -1,4 +1,4 @@
-"""The verb `quick`: what does this server carry? Options in, an answer of one screen out."""
+"""The verb `quick`: how much can this server serve? Options in, an answer of one screen out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class QuickOptions(Access, frozen=True, kw_only=True):
 
 
 def _quick(options: QuickOptions) -> None:
-    """Estimate in 90 seconds what a running server carries: requests per second and users.
+    """Estimate in 90 seconds how many requests per second and users a running server can serve.
 
     Sends single requests, then two short bursts, fits the time of an engine step to them, and
     simulates the highest rate that meets the latency target. The answer is an estimate with its

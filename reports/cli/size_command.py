@@ -1,4 +1,4 @@
-"""`crossover size`: how many users each machine carries with each model, and what a team needs.
+"""`crossover size`: how many users each machine serves with each model, and what a team needs.
 
 crossover size --users 50 --task chat --models 1b,8b
 crossover size --users 20 --task rag --models 1b --run runs/ID --format page > offer.html
@@ -46,8 +46,8 @@ class SizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _size(options: SizeOptions) -> None:
-    """Print how many users each machine carries with each model, how many machines that takes for
-    a number of users, and what they cost a month.
+    """Print how many users each machine serves with each model, how many machines a number of
+    users needs, and what they cost a month.
 
     \b
     crossover size --users 50 --task chat --models 1b,8b

@@ -1,4 +1,4 @@
-"""The sizing table: how many users each machine carries with each model, how many machines a team
+"""The sizing table: how many users each machine serves with each model, how many machines a team
 needs, and what they cost (`crossover size`).
 
     sizing = size(task_named("chat"), users=50, models=["1b", "8b"], machines=[])

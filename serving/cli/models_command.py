@@ -54,6 +54,9 @@ from crossover.serving.placement.placement_policy import (
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
+PLAN_FORMAT = f"""
+Weight format to show. Repeat for several. Default: {", ".join(PLANNED_FORMATS)} for a ladder model,
+otherwise the usual format."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,7 +142,7 @@ def plan_models(
     names: Annotated[
         list[str], typer.Argument(help="Ladder models (135m, 1b), GGUF files, folders or hub ids.")
     ],
-    formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
+    formats: Annotated[list[str] | None, typer.Option("--format", help=PLAN_FORMAT)] = None,
     slots: Annotated[
         int | None,
         typer.Option(
