@@ -274,7 +274,7 @@ def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
         f"{'; '.join(filter(None, facts))}.",
         capacity_text.disturbance_words(capacity, cell.unit_rate),
         capacity_text.reuse_words(capacity, cell.unit_rate),
-        "" if binding is None else sentence_of(binding),
+        "" if binding is None else sentence_of(binding, cell.unit_rate),
     )
     return TableCell(text=text, grade="estimated", detail=" ".join(filter(None, sentences)))
 
@@ -298,10 +298,12 @@ def _takeover_cell(answer: ModelAnswer) -> TableCell:
         return TableCell(text="no GPU in the list", grade="predicted", detail=takeover.reason)
     unit_rate = answer.cell.unit_rate
     rate = formatting.rate(gpu.rate, like=unit_rate)
-    required_rate = formatting.rate(takeover.rate, like=unit_rate)
+    required = "meets the SLO"
+    if answer.cell.estimated_rate:
+        required = f"serves {formatting.rate(takeover.rate, like=unit_rate)}"
     interval = formatting.rate_interval(gpu.low, gpu.high, unit_rate)
     detail = (
-        f"the cheapest GPU that serves {required_rate} with 90 % confidence; predicted capacity "
+        f"the cheapest GPU that {required} with 90 % confidence; predicted capacity "
         f"{rate} ({interval}) from its datasheet"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)

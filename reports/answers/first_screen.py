@@ -132,4 +132,4 @@ def _binding_line(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
     if not bindings:
         return ""
     cell, binding = featured_binding(bindings)
-    return f"Binding limit of {cell.name}: {sentence_of(binding)}"
+    return f"Binding limit of {cell.name}: {sentence_of(binding, cell.unit_rate)}"

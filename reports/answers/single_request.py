@@ -42,11 +42,14 @@ class SingleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def check_words(self) -> str:
-        """How the measured requests compare: `; measured requests took 1.03 times that, in the
-        median`; "": none was measured."""
+        """How the measured requests compare: `; measured requests took 1.03 times what the step
+        times give for their own prompts, in the median`; "": none was measured."""
         if self.measured_ratio is None:
             return ""
-        return f"; measured requests took {self.measured_ratio:.2f} times that, in the median"
+        return (
+            f"; measured requests took {self.measured_ratio:.2f} times what the step times give "
+            "for their own prompts, in the median"
+        )
 
 
 @lru_cache(maxsize=64)

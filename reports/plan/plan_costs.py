@@ -341,7 +341,8 @@ def _unknown(candidates: Sequence[Candidate], options: Sequence[Option]) -> Iter
             values = {"watts": candidate.watts, "dollars_per_hour": candidate.dollars_per_hour}
             missing_keys = [key for key, value in values.items() if value is None]
             if candidate.owned and candidate.is_paid and missing_keys:
-                yield f"{' and '.join(missing_keys)} of {candidate.name}: keys of its [[machines]]"
+                keys = " and ".join(missing_keys)
+                yield f"{keys} of {candidate.name} (set in its [[machines]] table)"
     uncalibrated = [option.machine for option in options if option.note == NOT_CALIBRATED]
     if uncalibrated:
         yield f"whether {uncalibrated[0]} meets the SLO: run `crossover calibrate` on it"

@@ -35,7 +35,7 @@ def binding_limits(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
     return Section(
         slug="binding-limit",
         title="Binding limit",
-        sentence=f"{featured_cell.name}: {sentence_of(binding)}",
+        sentence=f"{featured_cell.name}: {sentence_of(binding, featured_cell.unit_rate)}",
         grades=("estimated",),
         table=table_of(
             limits,
@@ -46,10 +46,10 @@ def binding_limits(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
             share_of("weights", lambda shares: shares.weights),
             share_of("tokens", lambda shares: shares.rows),
             share_of("context", lambda shares: shares.context),
-            Column("lifted capacity", "number", lifted_words, missing="–"),
+            Column("capacity after the change", "number", lifted_words, missing="–"),
         ),
         note="The binding limit is the part of a step whose cost, if it were halved, would raise "
         "the capacity most; where requests wait for slots or KV memory, twice as much of these is "
-        "compared too. Lifted capacity: the capacity after that change. The other columns are "
-        "shares of the engine's busy time at its capacity, by its step-time model.",
+        "compared too. The shares are of the engine's busy time at its capacity, by its step-time "
+        "model.",
     )

@@ -87,11 +87,15 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def confirmed_title(self) -> str:
+        if self.confirmed_rate is None:
+            return f"{self.device}: no confirmed rate"
         rate = formatting.rate(self.confirmed_rate, rounded="down", like=self.unit_rate)
         return f"{self.device}: confirmed {rate}"
 
     @property
     def estimated_title(self) -> str:
+        if self.estimated_rate is None:
+            return f"{self.device}: no estimated capacity"
         rate = formatting.rate(self.estimated_rate, like=self.unit_rate)
         return f"{self.device}: estimated capacity {rate}"
 

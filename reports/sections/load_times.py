@@ -70,7 +70,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
             DEVICE,
             Column("loads in, measured", "seconds", _measured_seconds),
             Column("on the takeover GPU, predicted", "seconds", predicted.get, missing="–"),
-            Column("loads timed", "count", lambda cell: len(cell.load_seconds)),
+            Column("loads measured", "count", lambda cell: len(cell.load_seconds)),
         ),
         note=note,
     )

@@ -38,7 +38,7 @@ def prefill_decode(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
             DEVICE,
             Column("reads prompts", "tokens/s", reading_speed),
             Column("writes, single request", "tokens/s", writing_speed),
-            Column("time of a request in prompts", "share", _prompt_share),
+            Column("share of a request's time in its prompt", "share", _prompt_share),
         ),
         note="From the step times of this run. Prompts are compute-bound; answers are "
         "memory-bound, since each token reads all weights. A GPU helps prompts most.",

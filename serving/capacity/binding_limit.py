@@ -380,8 +380,12 @@ def missed_unloaded(streams: Sequence[Times], slo: Slo) -> BindingLimit:
     return BindingLimit(kind=kind, rate=0.0, missed_limit=name)
 
 
-def sentence_of(binding: BindingLimit) -> str:
-    """Return a text that says what binds, why, and what would raise the capacity."""
+def sentence_of(binding: BindingLimit, unit_rate: float | None = None) -> str:
+    """Return a text that says what binds, why, and what would raise the capacity.
+
+    `unit_rate`: the rate in whose unit rates are written; None: the capacity.
+    """
+    rise = _rise(binding, unit_rate)
     remedy = REMEDIES[binding.kind]
     if binding.is_on_gpu:
         remedy = GPU_REMEDIES.get(binding.kind, remedy)
@@ -397,17 +401,16 @@ def sentence_of(binding: BindingLimit) -> str:
         return (
             f"{subject} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
             f"had to wait for {waited_for}. {binding.lifted_to:,} {unit} would raise the capacity"
-            f"{_rise(binding)}.{how}"
+            f"{rise}.{how}"
         )
     if binding.kind == "histories":
         return (
             f"{subject} binds: {_percent(binding.lost_share)} of all prompt tokens are computed "
             "again, because the histories that they belong to do not fit. Room for about "
-            f"{binding.lifted_to:,} tokens of them would raise the capacity{_rise(binding)}. "
+            f"{binding.lifted_to:,} tokens of them would raise the capacity{rise}. "
             f"What helps: {remedy}."
         )
     if binding.kind == "other_processes":
-        rise = _rise(binding)
         without_words = f" Without them the capacity would rise{rise}." if rise else ""
         return (
             f"{subject} bind: they took {_percent(binding.taken_share)} of the engine's time on "
@@ -418,7 +421,7 @@ def sentence_of(binding: BindingLimit) -> str:
         late_words = f" Requests that miss the SLO mostly miss {_missed_words(binding)}."
     return (
         f"{subject} binds: halving {COST_WORDS[binding.kind]} would raise the capacity"
-        f"{_rise(binding)}. It takes {_shares_words(binding)}.{late_words} What helps: {remedy}."
+        f"{rise}. It takes {_shares_words(binding)}.{late_words} What helps: {remedy}."
     )
 
 
@@ -448,13 +451,14 @@ def _shares_words(binding: BindingLimit) -> str:
     return f"{_percent(own_share)} of the engine's busy time{rest_words}"
 
 
-def _rise(binding: BindingLimit) -> str:
+def _rise(binding: BindingLimit, unit_rate: float | None) -> str:
     """Return ` from 23 to about 58 requests a minute`; "" if the lifted rate is unknown."""
     if binding.lifted_rate is None:
         return ""
-    unit = formatting.rate_unit(binding.rate)[1]
-    current = formatting.rate(binding.rate, like=binding.rate).removesuffix(unit)
-    lifted = formatting.of_requests(formatting.rate(binding.lifted_rate, like=binding.rate))
+    unit_rate = unit_rate or binding.rate
+    unit = formatting.rate_unit(unit_rate)[1]
+    current = formatting.rate(binding.rate, like=unit_rate).removesuffix(unit)
+    lifted = formatting.of_requests(formatting.rate(binding.lifted_rate, like=unit_rate))
     return f" from {current} to about {lifted}"
 
 
