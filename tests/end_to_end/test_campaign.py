@@ -40,6 +40,8 @@ from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
 STEP_TIMES: dict[str, Any] = {

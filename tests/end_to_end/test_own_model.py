@@ -5,8 +5,6 @@ for and shared, all by the command line.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from typer.testing import CliRunner
 from crossover import cli
 from crossover.models.identity.model_ladder import packaged_file
 from tests.gguf_files import folder_of
+
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
 MODEL = "smollm2-135m-instruct"
 OWN = """
@@ -40,7 +40,7 @@ def crossover(*words: str | Path) -> str:
     """What the command line prints, within this process."""
     done = CliRunner().invoke(cli.app, [str(word) for word in words])
     assert done.exit_code == 0, f"{done.output}{done.exception}"
-    return done.stdout
+    return done.output
 
 
 @pytest.mark.timeout(300)
@@ -59,10 +59,7 @@ def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     if with_folder:
         models.append(str(folder_of(packaged, tmp_path / MODEL)))
     campaign.write_text(OWN.format(models=json.dumps(models), cache=tmp_path / "cache"))
-    command = [sys.executable, "-m", "crossover", "campaign", "run", campaign, "--out", runs]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    output = ran.stdout + ran.stderr
-    assert ran.returncode == 0, output
+    output = crossover("campaign", "run", campaign, "--out", runs)
     assert "Mine-Q4_1-llama_cpp" in output
     assert (f"{MODEL}-int8-onnx" in output) is with_folder
     assert "requests go through the model's chat template" in output

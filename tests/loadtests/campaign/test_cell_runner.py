@@ -217,7 +217,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_print_what_that_takes(
     assert "no cell is left to confirm" in world.output.getvalue()
 
 
-@pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("budget", [30.0, 100.0, pytest.param(300.0, marks=pytest.mark.slow)])
 def test_the_budget_is_kept(tmp_path: Path, budget: float) -> None:
     world = Simulated()
     plan = campaign(budget, models='["135m", "360m"]')
@@ -238,7 +238,14 @@ def test_a_machine_of_two_speeds_has_both_in_its_interval(tmp_path: Path) -> Non
     assert rates(folder)[1] < rates(folder)[0]
 
 
-@pytest.mark.parametrize(("share", "most_seconds"), [(0.1, 240), (0.25, 240), (0.5, 300)])
+@pytest.mark.parametrize(
+    ("share", "most_seconds"),
+    [
+        pytest.param(0.1, 240, marks=pytest.mark.slow),
+        (0.25, 240),
+        pytest.param(0.5, 300, marks=pytest.mark.slow),
+    ],
+)
 def test_beside_another_process_the_machine_alone_is_estimated_in_the_normal_time(
     tmp_path: Path, share: float, most_seconds: float
 ) -> None:

@@ -33,6 +33,8 @@ from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
 from tests.loadtests.levels.made import single_streams, steady_level, taken
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 SLO = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
 POLICY = SETTINGS
@@ -221,7 +223,7 @@ def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
     assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
 
 
-@pytest.mark.parametrize("slowed", [1.0, 1.2, 2.0])
+@pytest.mark.parametrize("slowed", [pytest.param(1.0, marks=pytest.mark.slow), 1.2, 2.0])
 def test_a_change_of_speed_within_a_level_is_reported_and_widens_the_interval(
     slowed: float,
 ) -> None:
