@@ -231,7 +231,9 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
     assert len(of_kind(run_.events, LevelAbandoned)) == 2
 
 
-def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
+def test_what_a_run_knows_of_the_machine_and_the_engine(
+    tmp_path: Path, crossover: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """An engine killed in the middle of a level: that level is abandoned for this reason, and
     measured again with one engine.
     """
@@ -261,13 +263,7 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
     assert {one.prompt_tokens for one in requests if one.error is None} == {24}
     samples = [sample for sample in records.samples if sample.level in finished]
     assert all(sample.engine is not None and sample.engine.rss_bytes for sample in samples)
-    shown = subprocess.run(
-        [sys.executable, "-m", "crossover", "campaign", "show", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    shown = crossover("campaign", "show", str(folder))
     assert shown.returncode == 0 and "smollm2-135m-fake" in shown.stdout
     assert "complete" in shown.stdout and "\n  single stream: " in shown.stdout
 

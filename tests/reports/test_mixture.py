@@ -22,6 +22,8 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.simulated import Simulated, campaign, on_machine, with_experts
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 SPEC = ladder_model("qwen3-30b-a3b").spec  # 8 of 128 experts
 # Of a 4-bit mixture on two cores, whose kernels take each row by itself.
 FOUR_BIT = StepTimeModel(

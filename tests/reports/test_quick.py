@@ -43,6 +43,8 @@ from tests.loadtests.load_generator.scripted_endpoint import (
     sse,
 )
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 CHAT = SLO_PRESETS["chat"]
 TARGET = Target(url="http://127.0.0.1:1", model="llama3.2:1b")
 SHORT = Workload(preset="chat", max_prompt_tokens=256, max_output_tokens=64)

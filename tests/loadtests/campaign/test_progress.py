@@ -7,12 +7,15 @@ import os
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.progress import Progress
 from tests.loadtests.campaign.simulated import Simulated, campaign
+
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
 
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
