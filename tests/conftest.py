@@ -176,8 +176,8 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 @pytest.fixture(scope="module")
 def capacities_of_few_requests() -> Iterator[None]:
     """Capacities are simulated with few requests a rate (tests.loadtests.capacity.few_requests), so
-    that they vary by 4 to 7 % with the seed in place of 2 %. For tests of what is done with a
-    capacity; those in tests/serving/capacity and tests/loadtests/capacity are of how exact it is.
+    that they vary by some 10 % with the seed in place of 2 %. For tests of what is done with a
+    capacity; those in tests/serving/capacity are of how exact it is.
     """
     from crossover.serving.capacity import simulated_capacity
     from tests.loadtests.capacity import few_requests

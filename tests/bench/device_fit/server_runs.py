@@ -188,12 +188,12 @@ def predicted_numbers(row: dict[str, str], step_times: StepTimeModel) -> dict[st
         return _of_closed_loop(row, step_times, settings)
     count = int(row["requests"])
     lengths = lengths_of(row, count)
-    due: npt.NDArray[np.float64] = np.zeros(count)
+    due = np.zeros(count)
     if row["kind"] == "online":
         gaps = np.random.default_rng(100).exponential(1 / float(row["rate_per_s"]), count)
-        due = np.cumsum(gaps, dtype=np.float64)
+        due[:] = np.cumsum(gaps)
     elif row["kind"] == "interactive":
-        due = np.arange(count) * 1e5
+        due[:] = np.arange(count) * 1e5
     simulated = _play(step_times, settings, due, lengths)
     if row["kind"] == "all_at_once":
         return {"throughput": float(lengths.output.sum() / simulated.e2e.max())}

@@ -473,7 +473,7 @@ def test_the_server_is_started_again_with_the_slots_that_carry_more(tmp_path: Pa
     made = of_kind(events, Calibrated)
     assert [one.server and one.server.settings.slots for one in made] == [16, choice.slots]
     found = found_in(folder)
-    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.15)
+    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.25)
     assert found.confirmed_rate is not None and found.confirmed_rate > choice.previous_rate
     assert f"{choice.slots} slots" in world.output.getvalue()
     truth = ServerModel(

@@ -42,9 +42,9 @@ def capacity(
 
 def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     found = SERVER.capacity(Demand(CHAT), SLO)
-    lengths = lengths_of(CHAT, 12_000, 7)
-    due = due_times(Poisson(), found.rate, 12_000 / found.rate, 9)
-    n = min(len(due), 12_000)
+    lengths = lengths_of(CHAT, 30_000, 7)
+    due = due_times(Poisson(), found.rate, 30_000 / found.rate, 9)
+    n = min(len(due), 30_000)
     played = simulate(STEP_TIMES, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
     assert SLO.met_by(played).mean() == pytest.approx(0.9, abs=0.03)
     assert found.unloaded_attainment == 1.0 and found.steepness >= 1.0
