@@ -36,9 +36,15 @@ def has_gpu() -> bool:
 HEAVY = (
     "tests/models/weights/test_convert_to_",
     "tests/models/identity/test_resolve_model.py",
+    "tests/models/shape/test_adding_a_family.py",
+    "tests/models/shape/test_hf_config.py",
+    "tests/models/text/test_chat_template.py",
+    "tests/models/weights/test_folder_formats.py",
     "tests/models/weights/test_random_weights.py",
     "tests/serving/backends/",
     "tests/serving/hardware/test_memory.py",
+    "tests/serving/placement/test_fastest_backend.py",
+    "tests/serving/registry/test_best_for.py",
     "tests/serving/sampling/test_random_numbers.py",
     "tests/end_to_end/test_serve_engines.py",
 )

@@ -32,6 +32,9 @@ class TimePerFile:
         self.times: Times = {}
         self.counted_cpu_seconds = cpu_seconds()
 
+    def pytest_collection_finish(self) -> None:
+        self.counted_cpu_seconds = cpu_seconds()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add to each report of a phase (setup, call, teardown) the CPU time since the last one."""
