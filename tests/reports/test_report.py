@@ -97,6 +97,16 @@ def test_an_estimated_capacity_of_none_is_explained_where_there_is_one() -> None
     assert 'capacity "none": in the simulation' in no_capacity_note([row, row_without])
 
 
+def test_a_model_without_a_capacity_is_not_called_unmeasured() -> None:
+    """The largest model ran and misses the SLO unloaded, so its GPU need only meet the SLO."""
+    _, data, answers = shown()
+    assert not answers[-1].cell.estimated_rate
+    takeover = answer_row(answers[-1], data)[-1]
+    assert takeover.detail.startswith("the cheapest GPU that meets the SLO with 90 % confidence")
+    assert "CPU: no confirmed rate" in shown_page()
+    assert "confirmed not measured" not in shown_page()
+
+
 def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
     _, data, answers = shown()
     for cell in (answers[0].cell, answers[1].cell):

@@ -195,6 +195,13 @@ def test_every_kind_has_a_sentence() -> None:
         assert sentence_of(BindingLimit(kind=kind, rate=0.0)).endswith(".")
 
 
+def test_the_capacities_have_the_unit_of_the_table_around_the_sentence() -> None:
+    shares = BusyShares(prompts=0.25, weights=0.25, rows=0.25, context=0.25)
+    binding = BindingLimit(kind="prompts", rate=1.1, lifted_rate=1.6, shares=shares)
+    assert "from 1.1 to about 1.6 requests/s" in sentence_of(binding)
+    assert "from 66 to about 96 requests a minute" in sentence_of(binding, unit_rate=0.5)
+
+
 def test_no_gpu_is_advised_to_have_cores_or_a_gpu() -> None:
     kinds: tuple[LimitKind, ...] = (
         "unloaded_prompt",
