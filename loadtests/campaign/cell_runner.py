@@ -41,7 +41,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
 from crossover.loadtests.capacity.sharper_slo import advice, what_single_requests_meet
 from crossover.loadtests.capacity.unloaded_check import requests_to_check
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from crossover.loadtests.levels.disturbance import disturbance_in_words
+from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE, disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
@@ -229,7 +229,8 @@ class CellRun:
         """Send the bursts, fit the step-time model and record it.
 
         Bursts that are in the journal are not sent again. A burst of which much was taken is sent
-        again once. Of disturbed ones, the undisturbed times count.
+        again once, unless much was taken from the single streams too: then waiting is of no use. Of
+        disturbed ones, the undisturbed times count.
         """
         state, started_at, spent_before = self.state, self.clock(), self.state.spent_seconds
         recorded_bursts = {  # by their names without the number of the attempt
@@ -245,6 +246,11 @@ class CellRun:
             for name, level in recorded_bursts.items()
             if not name.startswith(f"{state.key}#{kind}.")
         ]
+        single_streams = [
+            level.undisturbed for level in state.counted_levels if level.is_single_stream
+        ]
+        taken_share = max((level.taken_share for level in single_streams), default=0.0)
+        is_busy_machine = taken_share > MAX_SLIGHT_SHARE
         number = 0
 
         def send(burst: Burst) -> Level:
@@ -257,21 +263,21 @@ class CellRun:
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
                 plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
                 is_last = tries == MAX_BURST_TRIES or state.spent_seconds > until_seconds
-                level = self._attempt(plan, name, counts_disturbed=is_last)
+                counts = is_last or is_busy_machine
+                level = self._attempt(plan, name, counts_disturbed=counts)
                 if not level.is_set_aside:
                     break
             return level.undisturbed
 
         policy, workload = self.bench.policy, self.campaign.workload
-        single_streams = [
-            level.undisturbed for level in state.counted_levels if level.is_single_stream
-        ]
         # Of all engines, so that a burst fills the slots of each.
         slots = self.bench.slots if policy is None else policy.slots * policy.engines
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
         known_levels = [*single_streams, *earlier_bursts]
-        calibration = calibrate(send, workload, slots, seconds, known_levels, experts)
+        # The calibration counts undisturbed times: on a busy machine, its bursts take longer.
+        undisturbed_seconds = seconds * (1 - taken_share)
+        calibration = calibrate(send, workload, slots, undisturbed_seconds, known_levels, experts)
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
