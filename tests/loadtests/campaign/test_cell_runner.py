@@ -268,9 +268,9 @@ def test_beside_another_process_a_calibration_takes_the_time_that_it_was_given(
 ) -> None:
     """As for `crossover quick`. Its bursts take longer there, and waiting for the process to end is
     of no use: it has been there since the first request."""
-    world = Simulated(base=0.1, row=0.03, prompt=0.004, hog=(0.0, 1e9), hog_share=share)
+    world = Simulated(hog=(0.0, 1e9), hog_share=share)
     quick = "confirm = 0\nsingle_stream_seconds = 15.0"
-    plan = campaign(40.5, search=quick, most_tokens=(1024, 256))
+    plan = campaign(40.5, search=quick, ttft=5.0, most_tokens=(1024, 256))
     folder = world.run(plan, tmp_path)
     check_folder(folder)
     assert found_in(folder).estimated_rate

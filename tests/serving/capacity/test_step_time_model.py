@@ -82,7 +82,7 @@ def test_what_was_taken_is_counted_for_the_steps_that_were_interrupted():
     assert sum(one.seconds for one in found) == pytest.approx(sum(one.seconds for one in own))
     fitted = fit_step_times(found)
     for name in ("row_seconds", "prompt_token_seconds"):
-        assert getattr(fitted, name) == pytest.approx(getattr(STEP_TIMES, name), rel=0.05), name
+        assert getattr(fitted, name) == pytest.approx(getattr(STEP_TIMES, name), rel=0.1), name
     assert fitted.error is not None and fitted.error < 0.05, "by the steps that were left alone"
     assert without_interruptions(model, own) == own, "nothing was taken"
 
