@@ -65,7 +65,6 @@ from crossover.serving.workload.request_lengths import Workload
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
 MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
-MAX_BURST_TRIES = 2
 RECALIBRATION_SECONDS = 10.0  # least time for the bursts after a restart with other slots
 
 
@@ -229,14 +228,13 @@ class CellRun:
         """Send the bursts, fit the step-time model and record it.
 
         Bursts that are in the journal are not sent again. A burst of which much was taken is sent
-        again once, unless much was taken from the single streams too: then waiting is of no use. Of
-        disturbed ones, the undisturbed times count.
+        again once if there is time, unless much was taken from the single streams too: then the
+        other process is there to stay. Of disturbed ones, the undisturbed times count.
         """
         state, started_at, spent_before = self.state, self.clock(), self.state.spent_seconds
-        recorded_bursts = {  # by their names without the number of the attempt
+        recorded_bursts = {  # by their names without the number of the attempt: the least disturbed
             level.name.rpartition(".")[0]: level
-            for level in state.levels
-            if level.is_burst and not level.is_set_aside
+            for level in sorted(state.bursts, key=lambda one: one.taken_share, reverse=True)
         }
         until_seconds = self.cell_block.until_seconds
         kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
@@ -259,14 +257,14 @@ class CellRun:
             name = f"{kind}.{number}"
             if (recorded := recorded_bursts.get(f"{state.key}#{name}")) is not None:
                 return recorded.undisturbed
-            for tries in range(1, MAX_BURST_TRIES + 1):
-                self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-                plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
-                is_last = tries == MAX_BURST_TRIES or state.spent_seconds > until_seconds
-                counts = is_last or is_busy_machine
-                level = self._attempt(plan, name, counts_disturbed=counts)
-                if not level.is_set_aside:
-                    break
+            self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
+            plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
+            sent_at = state.spent_seconds
+            level = self._attempt(plan, name, counts_disturbed=True)
+            has_time = 2 * state.spent_seconds - sent_at <= until_seconds
+            if level.taken_share > MAX_SLIGHT_SHARE and has_time and not is_busy_machine:
+                again = self._attempt(plan, name, counts_disturbed=True)
+                level = min(level, again, key=lambda one: one.taken_share)
             return level.undisturbed
 
         policy, workload = self.bench.policy, self.campaign.workload
@@ -444,8 +442,9 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     """Return the capacity of a cell by all its levels so far: from the step-time model if the
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
+    levels = [*record.counted_levels, *record.set_aside_levels]
     return estimate(
-        [*record.counted_levels, *record.set_aside_levels, *record.unloaded_checks],
+        [*levels, *record.unloaded_checks, *record.bursts],
         record.campaign.slo,
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),

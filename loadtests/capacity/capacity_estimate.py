@@ -112,7 +112,8 @@ def estimate(
     *,
     min_level_seconds: float = MIN_SECONDS,
 ) -> Capacity:
-    """Return the capacity by all finished levels of a cell, in any order.
+    """Return the capacity by all finished levels of a cell, in any order. Bursts tell only how much
+    other processes took.
 
     `server`: as it was calibrated; `demand`: the requests of the campaign. Without both, or with a
     step-time model that does not fit, the capacity follows from the levels alone.
@@ -120,7 +121,7 @@ def estimate(
     """
     checks = [level for level in levels if level.is_unloaded_check and level.counts]
     levels = [level for level in levels if not level.is_unloaded_check]
-    judged_levels = _judged_levels(levels, slo)
+    judged_levels = _judged_levels([one for one in levels if not one.is_burst], slo)
     if (unloaded := _misses_unloaded(judged_levels, slo)) is not None:
         return _with_taken_share(unloaded, levels)
     loaded = _loaded(judged_levels)
@@ -188,7 +189,7 @@ def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:
 
 def _taken_share(levels: Sequence[Level]) -> float | None:
     """Return the mean share of its CPU time that the engine lost in levels at a rate, or else in
-    single streams; None: no level was disturbed.
+    single streams and bursts; None: no level was disturbed.
 
     Levels that were set aside are among them.
     """
