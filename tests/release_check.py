@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -165,4 +164,4 @@ def report(user: Clean, run: Path) -> None:
 
 START = time.perf_counter()
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
