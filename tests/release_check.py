@@ -3,7 +3,8 @@
 Builds sdist and wheel by `python -m build`, installs the wheel with the extras llama-cpp and load
 alone into a clean environment, and there, in an empty folder, runs doctor, serve, load, a campaign
 of seconds and its report. What needs another extra must say so in one sentence, and the command
-that it names must work: the report's page is made, and ONNX Runtime serves. Needs a package index; llama.cpp is compiled where pip has no wheel of it.
+that it names must work: the report's page is made, and ONNX Runtime serves. Needs a package index;
+llama.cpp is compiled where pip has no wheel of it.
 """
 
 from __future__ import annotations

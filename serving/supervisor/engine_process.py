@@ -212,7 +212,7 @@ class EngineProcess(asyncio.Protocol):
     def has_received(self, sequence: int) -> bool:
         """Return whether this engine, which has ended, had read anything of one of its sequences,
         so that the sequence may be what ended it."""
-        return True
+        return self._received_bytes > self._sequences[sequence]
 
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started."""

@@ -195,14 +195,13 @@ check_report() {
   say "report: the same $(wc -c <"$place/report.md") bytes as on this machine"
 }
 
-check_engines() {
-  local engine
-  for engine in "${engines[@]}"; do
-    emulated "python3 tests/aarch64/serve_and_load.py smollm2-135m-instruct $engine \
-      'The capital of France is'" >"$log" 2>&1 || fail "$engine does not serve"
-    grep -q '^answer: .*Paris' "$log" || fail "$engine does not answer Paris"
-    say "$engine: $(grep '^answer:' "$log"); $(grep -m 1 'requests in' "$log")"
-  done
+# Serves a model with an engine, whose answer must begin with some words.
+check_engine() {
+  local engine=$1 model=$2 words=$3
+  emulated "python3 tests/aarch64/serve_and_load.py $model $engine 'The capital of France is'" \
+    >"$log" 2>&1 || fail "$engine does not serve $model"
+  grep -q "^answer: *$words" "$log" || fail "$engine does not answer '$words'"
+  say "$engine: $(grep '^answer:' "$log"); $(grep -m 1 'requests in' "$log")"
 }
 
 run_tests() {
@@ -221,7 +220,8 @@ make_root
 install_wheels
 install_llama
 check_doctor
-check_engines
+[[ " ${engines[*]} " != *" llama_cpp "* ]] || check_engine llama_cpp smollm2-135m-instruct Paris
+check_engine onnx 135m 'w10046 w4245'  # what it answers on x86-64, too: its weights are random
 run_tests
 check_report
 printf 'aarch64: not run: %s\n' "${missing[@]}"
