@@ -24,6 +24,7 @@ log=$place/log
 
 say() { printf '%4d s  aarch64: %s\n' "$SECONDS" "$*"; }
 not_run() { echo "aarch64: not run: $*"; exit 0; }
+pip_error() { grep '^ERROR' "$log" | tail -n 1 || true; }
 fail() {
   tail -n 40 "$log"
   echo "aarch64: FAILED: $*"
@@ -61,7 +62,8 @@ make_root() {
   rm -rf "$root"
   local mirror
   # shellcheck disable=SC2016  # apt-get expands it
-  mirror=$(apt-get indextargets --format '$(SITE)' | head -n 1)
+  mirror=$(apt-get indextargets --format '$(SITE)' | head -n 1) ||
+    not_run "this machine has no list of Debian's packages"
   mmdebstrap --variant=extract --architectures=arm64 \
     --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
     --include=base-files,bash,coreutils,dash,libc-bin,libgomp1,libstdc++6,procps,python3 \
@@ -74,7 +76,8 @@ make_root() {
   say "root of $(du -sh "$root" | cut -f1)"
 }
 
-# What pyproject.toml asks for, without torch and without llama-cpp-python, which has no wheel.
+# What pyproject.toml asks for, without torch, and of llama-cpp-python, which has no wheel, what it
+# imports.
 requirements() {
   "$PYTHON" - "$source/pyproject.toml" <<'END'
 import sys
@@ -85,7 +88,7 @@ with open(sys.argv[1], "rb") as file:
 extras = project["optional-dependencies"]
 tools = [line for line in extras["dev"] if line.startswith(("pytest", "hypothesis"))]
 lines = [*project["dependencies"], *extras["onnx"], *extras["load"], *extras["report"], *tools]
-print("\n".join(lines))
+print("\n".join([*lines, "diskcache", "jinja2", "typing-extensions"]))
 END
 }
 
@@ -130,7 +133,7 @@ install_llama() {
   if ! ls "$built"/*.whl >/dev/null 2>&1; then
     rm -rf "$place"/llama-*
     "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python --dest "$built" "$pin" \
-      >"$log" 2>&1 || { missing+=("llama.cpp: $(pip_error)"); return; }
+      >"$log" 2>&1 || { missing+=("llama.cpp: $(pip_error)"); return 0; }
     CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ CMAKE_ARGS=$cmake \
       CXXFLAGS="-include $source/docker/amx.h" "$PYTHON" -m pip wheel -q --no-deps --no-cache-dir \
       --wheel-dir "$built" "$built"/llama_cpp_python-*.tar.gz >"$log" 2>&1 ||
@@ -144,8 +147,6 @@ install_llama() {
   engines+=(llama_cpp)
   say "llama.cpp of $(du -sh "$site/llama_cpp" | cut -f1)"
 }
-
-pip_error() { grep '^ERROR' "$log" | tail -n 1; }
 
 # Runs a command in the root, with mounts, processes and a network of its own, which end with it.
 # qemu shows programs this machine's /proc/cpuinfo, which crashes aarch64's ONNX Runtime, so that of
