@@ -17,7 +17,7 @@ from pathlib import Path
 CROSSOVER = (sys.executable, "-m", "crossover")
 SERVE = "--threads 1 --slots 1 --context 256 --no-calibration --port 0"
 LOAD = "--rate 0.3 --duration 10 --workload 8x2"
-READY_SECONDS = 300  # an emulated CPU takes a minute to load a model
+READY_SECONDS = 540  # an emulated CPU takes minutes to convert and load a model
 
 
 def main(model: str, engine: str, prompt: str) -> None:
