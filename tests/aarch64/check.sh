@@ -22,7 +22,7 @@ log=$place/log
 
 say() { printf '%4d s  aarch64: %s\n' "$SECONDS" "$*"; }
 not_run() { echo "aarch64: not run: $*"; exit 0; }
-pip_error() { grep '^ERROR' "$log" | tail -n 1 || true; }
+pip_error() { grep -m 1 '^ERROR' "$log" || true; }
 fail() {
   tail -n 40 "$log"
   echo "aarch64: FAILED: $*"
