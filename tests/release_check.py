@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -172,4 +171,4 @@ def report(user: Clean, run: Path) -> None:
 
 START = time.perf_counter()
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

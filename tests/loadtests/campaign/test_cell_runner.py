@@ -42,6 +42,7 @@ from crossover.serving.capacity.simulated_capacity import (
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
+from tests.loadtests.capacity import few_requests
 from tests.loadtests.capacity.known_server import KnownServer
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
@@ -217,7 +218,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_print_what_that_takes(
     assert "no cell is left to confirm" in world.output.getvalue()
 
 
-@pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("budget", [30.0, 100.0, pytest.param(300.0, marks=pytest.mark.slow)])
 def test_the_budget_is_kept(tmp_path: Path, budget: float) -> None:
     world = Simulated()
     plan = campaign(budget, models='["135m", "360m"]')
@@ -238,7 +239,14 @@ def test_a_machine_of_two_speeds_has_both_in_its_interval(tmp_path: Path) -> Non
     assert rates(folder)[1] < rates(folder)[0]
 
 
-@pytest.mark.parametrize(("share", "most_seconds"), [(0.1, 240), (0.25, 240), (0.5, 300)])
+@pytest.mark.parametrize(
+    ("share", "most_seconds"),
+    [
+        pytest.param(0.1, 240, marks=pytest.mark.slow),
+        (0.25, 240),
+        pytest.param(0.5, 300, marks=pytest.mark.slow),
+    ],
+)
 def test_beside_another_process_the_machine_alone_is_estimated_in_the_normal_time(
     tmp_path: Path, share: float, most_seconds: float
 ) -> None:
@@ -350,7 +358,10 @@ def _record_of(folder: Path) -> tuple[list[Event], Campaign, Cell, list[Level]]:
     return run.events, plan, cell, levels_of(run)
 
 
-def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(tmp_path: Path) -> None:
+def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_requests, "FEW_REQUESTS", 1_000)  # a tenth of fewer varies too much
     world = serving_long_prompts(cost=0.4)
     folder = world.run(a_tenth_of_prompts_is_long(1.42), tmp_path)
     check_folder(folder)
@@ -466,14 +477,14 @@ def test_the_server_is_started_again_with_the_slots_that_carry_more(tmp_path: Pa
     made = of_kind(events, Calibrated)
     assert [one.server and one.server.settings.slots for one in made] == [16, choice.slots]
     found = found_in(folder)
-    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.15)
+    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.25)
     assert found.confirmed_rate is not None and found.confirmed_rate > choice.previous_rate
     assert f"{choice.slots} slots" in world.output.getvalue()
     truth = ServerModel(
         StepTimeModel(base_seconds=0.1, row_seconds=0.002, prompt_token_seconds=0.0002),
         SchedulerSettings(slots=choice.slots, step_tokens=2048, step_seconds_target=None),
-    ).capacity(Demand(plan.campaign.workload), plan.campaign.slo)
-    assert truth.rate == pytest.approx(choice.rate, rel=0.15), "the gain is real"
+    ).simulated(Demand(plan.campaign.workload))
+    assert truth.crossing(plan.campaign.slo) == pytest.approx(choice.rate, rel=0.15), "a real gain"
 
 
 def test_fewer_slots_are_chosen_where_more_rows_miss_the_slo(tmp_path: Path) -> None:

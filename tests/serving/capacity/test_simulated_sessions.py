@@ -166,9 +166,9 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
     ("kind", "stored_tokens", "gap_seconds", "found_share"),
     [
         ("any prefix", 1000, 12.0, 0.6),
-        ("any prefix", 5000, 8.0, 0.7),
+        pytest.param("any prefix", 5000, 8.0, 0.7, marks=pytest.mark.slow),
         ("checkpoints", 1500, 16.0, 0.5),
-        ("checkpoints", 8000, 16.0, 0.6),
+        pytest.param("checkpoints", 8000, 16.0, 0.6, marks=pytest.mark.slow),
     ],
 )
 def test_the_prompt_cache_is_the_engines_own(kind, stored_tokens, gap_seconds, found_share):
