@@ -74,7 +74,7 @@ PRECISION = 0.02  # the search stops when the bounds of ln(rate) differ by less
 # progress displace the histories of conversations whose users think, so that later turns take
 # longer, and more of them are in progress. So the warm-up is longer, and the number of simulated
 # turns grows with the users: TURNS_A_USER for each, at least `count`, at most MAX_TURNS times that.
-CONVERSATION_WARM_UP = 0.4
+CONVERSATION_WARM_UP = 0.25
 TURNS_A_USER = 10
 MAX_TURNS = 3
 # A search with fewer turns finds where that with all of them begins, and these are the bounds of
@@ -82,7 +82,7 @@ MAX_TURNS = 3
 FIRST_TURNS = 1_000
 CONVERSATION_PRECISION = 0.06
 ROUNDING = 1.001  # of a step of the search, which is as wide as its precision
-# Times of conversations are drawn for so much longer than is simulated, since they may have to be
+# Times at which conversations begin are drawn for so much longer than is simulated, since they may have to be
 # moved closer to each other, which is repeated because it changes which turns are simulated.
 DRAWN_LONGER = 1.5
 STRETCHES = 3
@@ -92,6 +92,7 @@ OVERLOAD = 1.1  # a server that meets the SLO at this multiple of its saturated 
 # When this share of the requests has ended, a simulation stops if the target is out of reach. Each
 # look takes 1 % of a simulation's time, and late ones save little.
 CHECKED_SHARES = (0.1, 0.2, 0.4, 0.6)
+FIRST_STEP = 0.8  # from a rate that is too high to the next one of a search
 LOWEST = 1e-3  # share of the saturated rate below which the capacity is 0
 
 Whole = npt.NDArray[np.int64]
@@ -592,9 +593,11 @@ class Server:
         return self.crossings[slo, below]
 
     def _search(self, slo: Slo, below: float | None) -> float:
-        if self.lengths.turns is not None and self.count > FIRST_TURNS:
-            if first := self.changed(count=FIRST_TURNS).crossing(slo, below):
-                return self._crossing_near(first, slo)
+        if self.lengths.turns is not None:
+            rate = FIRST_STEP * (below or self.saturated_rate)
+            if self.count > FIRST_TURNS:
+                rate = self.changed(count=FIRST_TURNS).crossing(slo, below)
+            return self._crossing_near(rate, slo) if rate else 0.0
         if below is None:
             low = self.saturated_rate
             high = low * OVERLOAD
@@ -604,17 +607,17 @@ class Server:
             low = high = below
         # Lower the rate until it meets the SLO, then halve the interval between low and high.
         lowest = LOWEST * high
-        low *= 0.8
+        low *= FIRST_STEP
         while not self.meets(low, slo):
             if low < lowest:
                 return 0.0
             high = low
-            low *= 0.8
+            low *= FIRST_STEP
         return self._crossing_between(low, high, slo)
 
     def _crossing_near(self, rate: float, slo: Slo) -> float:
-        """Return the crossing by a search that begins at this rate, which is near it. The rate is
-        raised or lowered in steps, each twice as far as the one before."""
+        """Return the crossing by a search that begins at this rate: raised or lowered in steps,
+        each twice as far as the one before, and then by halves."""
         step = CONVERSATION_PRECISION
         low = high = rate
         if self.meets(rate, slo):
