@@ -51,12 +51,7 @@ from crossover.reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from crossover.reports.devices.device_catalog import (
-    Device,
-    device_named,
-    find_device,
-    priced_gpus,
-)
+from crossover.reports.devices.device_catalog import Device, device_named, priced_gpus
 from crossover.reports.devices.mix_capacity import MixPart, mix_capacity_of
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.errors import ReportError
@@ -177,8 +172,10 @@ def _check_given_once(question: Question) -> None:
         key: Path | str
         if source is None:
             source = str(keys.device)
-            device = find_device(source)
-            key = source if device is None else device.name
+            try:
+                key = device_named(source).name
+            except ReportError as problem:
+                raise BadPlan(f"machines[{number}]: {problem}") from problem
         else:
             key = (question.folder / source).resolve()
         first = first_by_source.setdefault(key, number)
