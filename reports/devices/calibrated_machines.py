@@ -43,6 +43,7 @@ from crossover.reports.devices.device_catalog import device_of_driver_name
 from crossover.reports.devices.predicted_steps import PredictedSteps
 from crossover.reports.devices.shared_file_checks import check_shared_file
 from crossover.reports.errors import ReportError
+from crossover.serving.capacity.shared_processor import CPU_USE
 from crossover.serving.capacity.simulated_capacity import LOADED, Z_90, sd_of
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
@@ -156,6 +157,7 @@ def _measured_machine(
         dollars_per_hour=price,
         price_date="" if price is None else price_date,
         policy_model=models[0].model,
+        use=CPU_USE if device == "cpu" else 1.0,
     )
     return MeasuredMachine(path=path, file=file, device=device, models=models, machine=machine)
 

@@ -127,6 +127,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # The model that was served with `policy`; None: the one that is asked about.
     policy_model: ModelSpec | None = None
     memory_bytes: float | None = None  # usable by an engine
+    use: float = 1.0  # part of it that the steps of one engine keep at work (shared_processor.py)
     is_served_by_vllm: bool = False  # otherwise llama.cpp serves
     watts: float | None = None  # under load
     dollars_per_hour: float | None = None

@@ -84,6 +84,7 @@ def mix_capacity_of(parts: Sequence[MixPart], unshared: Sequence[DeviceCapacity]
                         slo=part.slo,
                         share=part.share,
                         unshared_rate=rate or 0.0,
+                        use=part.service.machine.use,
                     )
                     for part, rate in zip(fitting, rates, strict=True)
                 ]

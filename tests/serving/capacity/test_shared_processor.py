@@ -9,7 +9,11 @@ import pytest
 
 from crossover.serving.capacity.batching_simulator import Simulated
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
-from crossover.serving.capacity.shared_processor import SharedProcessor, SharingEngine
+from crossover.serving.capacity.shared_processor import (
+    SharedProcessor,
+    SharingEngine,
+    mean_slowdown,
+)
 from crossover.serving.capacity.simulated_capacity import (
     Demand,
     Lengths,
@@ -46,13 +50,14 @@ def server(step_times: StepTimeModel) -> Server:
     return ServerModel(step_times, SETTINGS).simulated(Demand(CHAT))
 
 
-def engines(*parts: tuple[StepTimeModel, float], slo: Slo = SLO) -> list[SharingEngine]:
+def engines(*parts: tuple[StepTimeModel, float], use: float = 1.0) -> list[SharingEngine]:
     return [
         SharingEngine(
             server=(own := server(step_times)),
-            slo=slo,
+            slo=SLO,
             share=share,
-            unshared_rate=own.crossing(slo),
+            unshared_rate=own.crossing(SLO),
+            use=use,
         )
         for step_times, share in parts
     ]
@@ -120,18 +125,20 @@ class SteppedEngine:
         return float(slo.met_by(simulated).mean())
 
 
-def play(stepped: Sequence[SteppedEngine]) -> None:
-    """Let the engines share the processor: of n that are in a step, each gets 1/n of it."""
+def play(stepped: Sequence[SteppedEngine], use: float = 1.0) -> None:
+    """Let the engines share the processor: of n that are in a step, each gets 1/n of it, or the
+    part `use` of it, which is all that it needs."""
     now = 0.0
     while True:
         at_work = [engine for engine in stepped if engine.seconds_left is not None]
-        ends = [now + (engine.seconds_left or 0.0) * len(at_work) for engine in at_work]
+        slowdown = max(1.0, use * len(at_work))
+        ends = [now + (engine.seconds_left or 0.0) * slowdown for engine in at_work]
         arrivals = [engine.next_arrival for engine in stepped if engine.seconds_left is None]
         if (then := min([*ends, *arrivals])) == math.inf:
             return
         for engine, end in zip(at_work, ends, strict=True):
             assert engine.seconds_left is not None
-            engine.seconds_left -= (then - now) / len(at_work)
+            engine.seconds_left -= (then - now) / slowdown
             if end == then:
                 engine.end_step(then)
                 engine.begin_step(then)
@@ -141,13 +148,15 @@ def play(stepped: Sequence[SteppedEngine]) -> None:
                 engine.begin_step(now)
 
 
-def attainments(total_rate: float, *parts: tuple[StepTimeModel, float], count: int) -> list[float]:
+def attainments(
+    total_rate: float, *parts: tuple[StepTimeModel, float], use: float, count: int
+) -> list[float]:
     stepped = []
     for seed, (step_times, share) in enumerate(parts):
         due = due_times(Poisson(), total_rate * share, count / total_rate, seed)
         lengths = lengths_of(CHAT, 2 * count, seed)
         stepped.append(SteppedEngine(step_times, due.tolist(), lengths))
-    play(stepped)
+    play(stepped, use)
     return [engine.attainment(SLO) for engine in stepped]
 
 
@@ -161,22 +170,31 @@ def test_the_engine_that_is_played_step_by_step_is_that_of_the_simulation() -> N
     assert stepped.last - due == pytest.approx(simulated.e2e, abs=1e-6)
 
 
+@pytest.mark.parametrize("use", [1.0, 0.8])
 @pytest.mark.parametrize(
     "parts",
     [((SMALL, 0.7), (LARGE, 0.3)), ((SMALL, 0.5), (SMALL, 0.5))],
     ids=["a router", "equal models"],
 )
 def test_the_capacity_of_a_mix_is_that_of_engines_that_share_the_processor(
-    parts: tuple[tuple[StepTimeModel, float], ...],
+    parts: tuple[tuple[StepTimeModel, float], ...], use: float
 ) -> None:
-    capacity = SharedProcessor(engines(*parts)).capacity()
-    assert min(attainments(0.9 * capacity, *parts, count=1500)) >= SLO.target
-    assert min(attainments(1.1 * capacity, *parts, count=1500)) < SLO.target
+    capacity = SharedProcessor(engines(*parts, use=use)).capacity()
+    assert min(attainments(0.9 * capacity, *parts, use=use, count=1500)) >= SLO.target
+    assert min(attainments(1.1 * capacity, *parts, use=use, count=1500)) < SLO.target
 
 
-def test_slowdowns_are_those_computed_by_hand() -> None:
-    """Of requests with one step of 0.1 s at 2/s beside others of 0.2 s at 1.5/s, each factor is 1
-    plus the busy share of the other: f = 1 + 0.3 g and g = 1 + 0.2 f."""
+@pytest.mark.parametrize(
+    ("use", "by_hand"),
+    [
+        (1.0, (1.3 / 0.94, 1.2 / 0.94)),  # f = 1 + 0.3 g and g = 1 + 0.2 f
+        (0.8, (1.18 / 0.9784, 1.12 / 0.9784)),  # f = 1 + 0.6 * 0.3 g and g = 1 + 0.6 * 0.2 f
+        (0.5, (1.0, 1.0)),  # both fit the processor
+    ],
+)
+def test_slowdowns_are_those_computed_by_hand(use: float, by_hand: tuple[float, float]) -> None:
+    """Of requests with one step of 0.1 s at 2/s beside others of 0.2 s at 1.5/s: the steps of both
+    take 2 * use times as long while both are in one."""
     one_step = Workload(prompt_tokens=100, output_tokens=1)
     one_by_one = SchedulerSettings(slots=1, step_seconds_target=None)
     parts = [
@@ -187,11 +205,12 @@ def test_slowdowns_are_those_computed_by_hand() -> None:
             slo=SLO,
             share=share,
             unshared_rate=1 / seconds,
+            use=use,
         )
         for seconds, share in ((0.1, 2 / 3.5), (0.2, 1.5 / 3.5))
     ]
     factors = SharedProcessor(parts).slowdowns(3.5)
-    assert factors == pytest.approx([1.3 / 0.94, 1.2 / 0.94], abs=0.02)
+    assert factors == pytest.approx(by_hand, abs=0.02)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
@@ -204,6 +223,13 @@ def test_a_mix_never_carries_more_than_its_parts(share: float) -> None:
     # Together they do not carry more than the processor: with the rest of the requests, each of
     # them needs the time that it would need by itself.
     assert sum(capacity * part.share / part.unshared_rate for part in parts) < 1.05
+
+
+def test_of_three_engines_each_pair_and_all_three_together_slow_a_step() -> None:
+    """Each needs 0.6 of the processor and is in a step for half of the time: beside none of the
+    two others a step takes as long as by itself, beside one 1.2 and beside both 1.8 times."""
+    by_hand = 0.25 * 1.0 + 0.5 * 1.2 + 0.25 * 1.8
+    assert mean_slowdown(0.6, [(0.6, 0.5), (0.6, 0.5)]) == pytest.approx(by_hand)
 
 
 def test_one_engine_has_the_processor_to_itself() -> None:
