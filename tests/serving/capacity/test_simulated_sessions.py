@@ -303,18 +303,19 @@ def test_limits_of_the_whole_answer_and_of_the_answer_itself_are_simulated() -> 
 ONE_BY_ONE = StepTimeModel(
     base_seconds=0.1, row_seconds=0.0, prompt_token_seconds=0.0, context_token_seconds=0.0
 )
-PATIENT = Workload(
-    prompt_tokens=20,
-    output_tokens=10,
-    turns=Spread(mean=4, sd=2, min=1, max=8),
-    think_seconds=Spread(mean=60, min=1, max=600, kind="exponential"),
-    turn_tokens=20,
-)
 
 
-def one_by_one(count: int) -> Server:
+def one_by_one(count: int, think_seconds: float = 60.0) -> Server:
     settings = SchedulerSettings(slots=1, context_tokens=4096)
-    lengths = lengths_of(PATIENT, 2_000, 1, reuse=NO_REUSE)
+    think = Spread(mean=think_seconds, min=1, max=10 * think_seconds, kind="exponential")
+    workload = Workload(
+        prompt_tokens=20,
+        output_tokens=10,
+        turns=Spread(mean=4, sd=2, min=1, max=8),
+        think_seconds=think,
+        turn_tokens=20,
+    )
+    lengths = lengths_of(workload, 2_000, 1, reuse=NO_REUSE)
     return Server(ONE_BY_ONE, settings, lengths, count=count)
 
 
@@ -322,11 +323,11 @@ def one_by_one(count: int) -> Server:
 def test_the_capacity_for_conversations_is_that_of_the_queue(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns of many users come like a Poisson process, so this is an M/D/1 queue. At a load of 0.80
-    10 % of its requests wait for longer than 5 s."""
+    """Turns of many users who think for long come like a Poisson process, so this is an M/D/1
+    queue. At a load of 0.80, 10 % of its requests wait for longer than 5 s."""
     monkeypatch.setattr(simulated_capacity, "SEED", seed)
     slo = Slo("patient", ttft_seconds=5.1, tpot_seconds=1.0, target=0.9)
-    assert one_by_one(10_000).crossing(slo) == pytest.approx(0.80, rel=0.05)
+    assert one_by_one(10_000, think_seconds=600.0).crossing(slo) == pytest.approx(0.80, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(4))
