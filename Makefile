@@ -50,7 +50,7 @@ help:
 	@echo "  make clients         test the clients of docs/clients.md, GuideLLM, AIPerf and vllm bench serve"
 	@echo "                       against this server (installs 5 GB)"
 	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
-	@echo "  make test-aarch64    run doctor, a report and unit tests on an emulated aarch64 (Debian 12, root)"
+	@echo "  make test-aarch64    serve a model, run unit tests and a report on an emulated aarch64 (Debian 12, root)"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
 	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"

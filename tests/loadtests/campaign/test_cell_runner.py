@@ -15,6 +15,7 @@ from crossover.loadtests.campaign.next_measurement import (
     next_measurement,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.capacity.capacity_text import disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import (
     Calibrated,
@@ -269,6 +270,59 @@ def test_beside_another_process_the_machine_alone_is_estimated_in_the_normal_tim
     assert "`hog` (pid 7) took" in output
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_beside_another_process_a_calibration_takes_the_time_that_it_was_given(
+    tmp_path: Path, share: float
+) -> None:
+    """As for `crossover quick`. Its bursts take longer there, and waiting for the process to end is
+    of no use: it has been there since the first request."""
+    world = Simulated(base=0.05, row=0.01, prompt=0.002, hog=(0.0, 1e9), hog_share=share)
+    plan = campaign(40.5, search="confirm = 0\nsingle_stream_seconds = 15.0", ttft=5.0)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    assert found_in(folder).estimated_rate
+    assert world.now < 60
+
+
+def test_single_requests_that_miss_the_slo_because_of_another_process_take_no_further_time(
+    tmp_path: Path,
+) -> None:
+    """The machine alone meets it, as the times without what was taken show."""
+    world = Simulated(prompt=0.01, hog=(0.0, 1e9), hog_share=0.5)
+    folder = world.run(campaign(40.5, search="confirm = 0", ttft=1.4), tmp_path)
+    check_folder(folder)
+    single_streams = [one for one in started(folder) if one.plan.is_single_stream]
+    assert len(single_streams) == 1 and found_in(folder).estimated_rate
+
+
+def test_a_process_that_came_after_the_single_requests_widens_the_interval_too(
+    tmp_path: Path,
+) -> None:
+    """A burst is sent again, to see whether the process has ended, only while there is time."""
+    world = Simulated(base=0.05, row=0.01, prompt=0.002, hog=(21.0, 1e9), hog_share=0.5)
+    plan = campaign(40.5, search="confirm = 0\nsingle_stream_seconds = 15.0", ttft=5.0)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    assert world.now < 75
+    found = found_in(folder)
+    assert found.taken_share and found.estimated_rate and found.busy_rate
+    assert found.busy_rate < found.estimated_rate
+    assert "is of this machine alone" in world.output.getvalue()
+
+
+def test_without_step_times_the_capacity_is_of_the_machine_as_busy_as_it_was(
+    tmp_path: Path,
+) -> None:
+    world = Simulated(chunk=4, hog=(0.0, 1e9), hog_share=0.25)
+    folder = world.run(campaign(900), tmp_path)
+    check_folder(folder)
+    found = found_in(folder)
+    assert found.method == "levels" and found.confirmed_rate
+    assert found.taken_share == pytest.approx(0.25, abs=0.02)
+    words = disturbance_words(found)
+    assert words.startswith("The capacity is of this machine as busy as it was: other processes")
+
+
 def test_a_level_that_missed_while_disturbed_is_repeated_once_within_the_budget(
     tmp_path: Path,
 ) -> None:
@@ -350,6 +404,15 @@ def test_what_the_model_says_is_missed_is_sent_alone_before_it_is_called_missed(
     assert found.advice in world.output.getvalue()
     progress = CellRecord(*_record_of(folder)).counted_levels
     assert [level.is_single_stream for level in progress] == [True], "it is no load of the workload"
+
+
+def test_of_requests_that_were_sent_alone_beside_another_process_only_its_part_is_left_out(
+    tmp_path: Path,
+) -> None:
+    world = serving_long_prompts(cost=1.0)
+    world.hog, world.hog_share = (0.0, 1e9), 0.2  # of the times of that server
+    found = found_in(world.run(a_tenth_of_prompts_is_long(0.8 * 1.5), tmp_path))
+    assert found.is_none and found.reason.endswith("s), without what other processes took")
 
 
 def _record_of(folder: Path) -> tuple[list[Event], Campaign, Cell, list[Level]]:

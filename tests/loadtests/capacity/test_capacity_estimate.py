@@ -19,7 +19,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
 )
 from crossover.loadtests.capacity.capacity_text import contradiction_words
 from crossover.loadtests.levels.level_columns import Level
-from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.journal_events import Capacity, Disturbance
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     QUICK_REQUESTS,
@@ -331,6 +331,24 @@ def test_a_level_that_missed_limits_speaks_against_steps_by_which_it_would_have_
     assert level.judge(slo).good < 0.9 * level.judge(slo).due
     factor, _ = speed_by_attainment(SERVER, slo, [level], 1.0, sd_of(1.5))
     assert factor > 1.02
+
+
+def test_limits_missed_beside_a_process_in_bursts_hardly_speak_against_the_machine() -> None:
+    """It takes half of the core for ten of twenty seconds: more requests miss the SLO than if it
+    took a quarter all the time."""
+
+    def steps(*counts: int) -> float:
+        return STEP_TIMES.seconds(*counts) * (2 if server.now % 20 < 10 else 1)
+
+    server = KnownServer(steps)
+    level = level_of(server, rate=0.3)
+    assert level.finished is not None
+    disturbance = Disturbance(share=0.25, is_disturbed=True, is_corrected=True, counts=True)
+    finished = msgspec.structs.replace(level.finished, disturbance=disturbance)
+    level = msgspec.structs.replace(level, finished=finished)
+    slo = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
+    factor, _ = speed_by_attainment(SERVER, slo, [level], 1.0, sd_of(0))
+    assert factor == pytest.approx(1.0, abs=0.05)
 
 
 def test_where_a_few_percent_of_step_time_end_the_capacity_the_interval_reaches_down() -> None:

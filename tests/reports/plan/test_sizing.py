@@ -227,6 +227,7 @@ def test_every_task_has_a_source_and_people_who_pause(name: str) -> None:
     [
         (["--task", "chatt"], "Available tasks: chat, rag, agent, summarise, code"),
         (["--models", "1b,9x"], "9x"),
+        (["--models", "1b,llama-3.2-1b"], "'llama-3.2-1b' is given twice"),
         (["--models", ","], "names no model"),
         (["--users", "0"], "--users must be at least 1, got 0"),
         (["--device", "L5"], "crossover plan --devices"),
