@@ -20,6 +20,8 @@ LOWEST_VENV ?= .venv-lowest
 PIP_FLAGS ?=
 RUNS ?= runs
 TIMES = .pytest_cache/times.json
+HEAVY_TIMES = .pytest_cache/times-heavy.json
+HEAVY_LOG = .pytest_cache/heavy.log
 TIMED = -p tests.time_per_file --times $(TIMES)
 IMAGE_BASE ?= localhost/debian:12-slim
 CMAKE_OF_vulkan = -DGGML_VULKAN=on
@@ -33,7 +35,7 @@ LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_AR
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 PACKAGES = models serving loadtests reports
-.PHONY: links demo test test-slow test-lowest scale-test test-vulkan test-aarch64 soak llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: links demo test test-slow test-lowest scale-test test-vulkan test-aarch64 soak llama clients lint env images image-base test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
@@ -48,7 +50,7 @@ help:
 	@echo "  make clients         test the clients of docs/clients.md, GuideLLM, AIPerf and vllm bench serve"
 	@echo "                       against this server (installs 5 GB)"
 	@echo "  make soak            run a server under load for an hour, then kill processes of campaigns"
-	@echo "  make test-aarch64    run doctor, a report and unit tests on an emulated aarch64 (Debian 12, root)"
+	@echo "  make test-aarch64    serve a model, run unit tests and a report on an emulated aarch64 (Debian 12, root)"
 	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
 	@echo "  make test-images     run those images with podman (names missing Debian packages)"
 	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"
@@ -63,14 +65,18 @@ demo: $(STAMP)
 test test-slow test-lowest: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)
-	@mkdir -p $(dir $(TIMES)) && rm -f $(TIMES)
-	@echo "== five at a time, since many of them wait"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) -n 5 --dist loadfile -m "not clock and not quiet_machine and not slow"
+	@mkdir -p $(dir $(TIMES)) && rm -f $(TIMES) $(HEAVY_TIMES)
+	@echo "== five at a time, since many of them wait; one of them has all files that import torch"
+	@export OMP_NUM_THREADS=1; ordinary="not clock and not quiet_machine and not slow"; \
+	$(BIN)/python -m pytest -p tests.time_per_file --times $(HEAVY_TIMES) --heavy only -m "$$ordinary" > $(HEAVY_LOG) 2>&1 & heavy=$$!; trap "kill $$heavy 2>/dev/null" EXIT; \
+	$(BIN)/python -m pytest $(TIMED) --heavy without -n 4 --dist loadfile -m "$$ordinary"; status=$$?; \
+	wait $$heavy; heavy_status=$$?; echo "== the files that import torch"; cat $(HEAVY_LOG); \
+	exit $$(( status ? status : heavy_status ))
 	@echo "== tests that measure times: two at a time, since they mostly wait, then one by one"
 	$(BIN)/python -m pytest $(TIMED) -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 	$(BIN)/python -m pytest $(TIMED) -m quiet_machine $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 	@echo "== seconds per file"
-	@$(BIN)/python -m tests.time_per_file $(TIMES)
+	@$(BIN)/python -m tests.time_per_file $(TIMES) $(HEAVY_TIMES)
 
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)
@@ -118,9 +124,13 @@ images:
 	  command -v $$tool >/dev/null || { echo "images: not built, this machine has no $$tool (Debian: apt-get install $$tool)"; exit 0; }; done; \
 	set -e; export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf BASE=$(IMAGE_BASE); \
 	said=$$(podman info 2>&1 >/dev/null) || { echo "images: not built, podman does not work here: $$said"; exit 0; }; \
-	$(if $(findstring localhost/,$(IMAGE_BASE)),podman image exists $$BASE || docker/base.sh;) \
+	$(MAKE) --no-print-directory image-base; \
 	for name in cpu load report; do docker/build.sh $$name localhost/crossover:$$name; done; \
 	docker/build.sh "" localhost/prometheus docker/prometheus/Dockerfile
+
+# The image that the others are based on, where no registry of images can be reached.
+image-base:
+	@$(if $(findstring localhost/,$(IMAGE_BASE)),export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf; podman image exists $(IMAGE_BASE) || docker/base.sh)
 
 test-images:
 	PYTHON=$(PYTHON) PIP_FLAGS="$(PIP_FLAGS)" VENV=$(VENV) docker/test-images.sh

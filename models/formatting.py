@@ -203,5 +203,10 @@ def parameters(value: int | None) -> str:
     return f"{significant(value / 1e6, 3)}M" if is_small else f"{significant(value / 1e9, 2)}B"
 
 
+def dollars(value: float) -> str:
+    """Return whole dollars: $588. A cost below half a dollar is not free: <$1."""
+    return "<$1" if 0 < value < 0.5 else f"${value:,.0f}"
+
+
 def dollars_per_hour(value: float | None) -> str:
     return "no list price" if value is None else f"${value:.2f}/h"

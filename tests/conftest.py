@@ -30,13 +30,22 @@ def has_gpu() -> bool:
         return False
 
 
-# Files that import torch and transformers (6 s of CPU), and convert: one worker does them all.
+# Files that import torch and transformers (6 s of CPU), and convert: one worker does them all. With
+# `--heavy only` and `--heavy without`, `make test` collects them in one process and all others in
+# workers, which then need not import torch either.
 HEAVY = (
     "tests/models/weights/test_convert_to_",
     "tests/models/identity/test_resolve_model.py",
+    "tests/models/shape/test_adding_a_family.py",
+    "tests/models/shape/test_hf_config.py",
+    "tests/models/text/test_chat_template.py",
+    "tests/models/weights/test_folder_formats.py",
     "tests/models/weights/test_random_weights.py",
     "tests/serving/backends/",
     "tests/serving/hardware/test_memory.py",
+    "tests/serving/placement/test_fastest_backend.py",
+    "tests/serving/registry/test_best_for.py",
+    "tests/serving/sampling/test_random_numbers.py",
     "tests/end_to_end/test_serve_engines.py",
 )
 
@@ -101,6 +110,26 @@ class ByGroup(LoadScopeScheduling):
         return worker_group(nodeid)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--heavy",
+        choices=("with", "only", "without"),
+        default="with",
+        help="files that import torch: with the others, only these, or all files without them",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what `--heavy` leaves out; None: pytest decides."""
+    choice = config.getoption("--heavy")
+    if choice == "with" or not collection_path.is_relative_to(config.rootpath):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if collection_path.is_dir():
+        return True if choice == "without" and f"{path}/".startswith(HEAVY) else None
+    return True if path.startswith(HEAVY) is (choice == "without") else None
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     config.option.loadscopereorder = False
     return ByGroup(config, log)
@@ -150,16 +179,20 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     forks.close()
 
 
-@pytest.fixture
-def capacities_of_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capacities of campaigns are simulated with 2,000 requests a rate in place of 8,000, so that
-    they vary by 3 to 5 % with the seed in place of 2 %. For tests of what is done with a capacity;
-    those in tests/serving/capacity and tests/loadtests/capacity are of how exact it is.
+@pytest.fixture(scope="module")
+def capacities_of_few_requests() -> Iterator[None]:
+    """Capacities are simulated with few requests a rate (tests.loadtests.capacity.few_requests), so
+    that they vary by some 10 % with the seed in place of 2 %. For tests of what is done with a
+    capacity; those in tests/serving/capacity are of how exact it is.
     """
     from crossover.serving.capacity import simulated_capacity
-    from tests.loadtests.capacity.few_requests import capacity_of_few_requests
+    from tests.loadtests.capacity import few_requests
 
-    monkeypatch.setattr(simulated_capacity, "_simulated_capacity", capacity_of_few_requests)
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("capacity", "server"):
+            few = getattr(few_requests, f"{name}_of_few_requests")
+            patched.setattr(simulated_capacity, f"_simulated_{name}", few)
+        yield
 
 
 @pytest.fixture(scope="session")

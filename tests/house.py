@@ -17,9 +17,9 @@ PACKAGES = ("models", "serving", "loadtests", "reports")
 
 def check_imports(root: Path = ROOT) -> tuple[bool, str]:
     """Return whether the packages under `root` keep the contracts, and what import-linter says."""
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    program = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run(
-        [*command, ROOT / "pyproject.toml"], cwd=root, capture_output=True, text=True
+        [program, "--no-cache", ROOT / "pyproject.toml"], cwd=root, capture_output=True, text=True
     )
     return done.returncode == 0, done.stdout + done.stderr
 

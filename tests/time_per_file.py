@@ -1,7 +1,7 @@
 """Wall and CPU seconds of each test file: a plugin of pytest, and the table of what it measured.
 
     python -m pytest -p tests.time_per_file --times times.json ...     # adds this run to the file
-    python -m tests.time_per_file times.json                           # prints the table
+    python -m tests.time_per_file times.json ...                       # prints the table of all
 
 CPU seconds are those of the process that runs the tests and of all children that it has waited for.
 The time of a fixture counts for the file of the test that made it or ended it, and that of a child
@@ -30,6 +30,9 @@ class TimePerFile:
         self.path = path
         self.is_worker = is_worker
         self.times: Times = {}
+        self.counted_cpu_seconds = cpu_seconds()
+
+    def pytest_collection_finish(self) -> None:
         self.counted_cpu_seconds = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
@@ -68,10 +71,14 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def read_times(path: Path) -> Times:
-    if not path.exists():
-        return {}
-    return {file: (wall, cpu) for file, (wall, cpu) in json.loads(path.read_text()).items()}
+def read_times(*paths: Path) -> Times:
+    """Return the times of all these files together; those that do not exist count as empty."""
+    times: Times = {}
+    for path in paths:
+        if path.exists():
+            for file, (wall, cpu) in json.loads(path.read_text()).items():
+                _add(times, file, wall, cpu)
+    return times
 
 
 def table(times: Times) -> str:
@@ -96,4 +103,4 @@ def _sum_of(times: Times, files: list[str]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print(table(read_times(Path(sys.argv[1]))))
+    print(table(read_times(*map(Path, sys.argv[1:]))))

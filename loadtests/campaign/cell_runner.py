@@ -41,7 +41,7 @@ from crossover.loadtests.capacity.prefix_reuse import (
 from crossover.loadtests.capacity.sharper_slo import advice, what_single_requests_meet
 from crossover.loadtests.capacity.unloaded_check import requests_to_check
 from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from crossover.loadtests.levels.disturbance import disturbance_in_words
+from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE, disturbance_in_words
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.level_plan import Burst, LevelPlan
@@ -65,7 +65,6 @@ from crossover.serving.workload.request_lengths import Workload
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
 MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
-MAX_BURST_TRIES = 2
 RECALIBRATION_SECONDS = 10.0  # least time for the bursts after a restart with other slots
 
 
@@ -229,13 +228,13 @@ class CellRun:
         """Send the bursts, fit the step-time model and record it.
 
         Bursts that are in the journal are not sent again. A burst of which much was taken is sent
-        again once. Of disturbed ones, the undisturbed times count.
+        again once if there is time, unless much was taken from the single streams too: then the
+        other process is there to stay. Of disturbed ones, the undisturbed times count.
         """
         state, started_at, spent_before = self.state, self.clock(), self.state.spent_seconds
-        recorded_bursts = {  # by their names without the number of the attempt
+        recorded_bursts = {  # by their names without the number of the attempt: the least disturbed
             level.name.rpartition(".")[0]: level
-            for level in state.levels
-            if level.is_burst and not level.is_set_aside
+            for level in sorted(state.bursts, key=lambda one: one.taken_share, reverse=True)
         }
         until_seconds = self.cell_block.until_seconds
         kind = f"burst-{state.cell.slots}-slots" if state.slots_choice is not None else "burst"
@@ -245,6 +244,11 @@ class CellRun:
             for name, level in recorded_bursts.items()
             if not name.startswith(f"{state.key}#{kind}.")
         ]
+        single_streams = [
+            level.undisturbed for level in state.counted_levels if level.is_single_stream
+        ]
+        taken_share = max((level.taken_share for level in single_streams), default=0.0)
+        is_busy_machine = taken_share > MAX_SLIGHT_SHARE
         number = 0
 
         def send(burst: Burst) -> Level:
@@ -253,25 +257,25 @@ class CellRun:
             name = f"{kind}.{number}"
             if (recorded := recorded_bursts.get(f"{state.key}#{name}")) is not None:
                 return recorded.undisturbed
-            for tries in range(1, MAX_BURST_TRIES + 1):
-                self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-                plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
-                is_last = tries == MAX_BURST_TRIES or state.spent_seconds > until_seconds
-                level = self._attempt(plan, name, counts_disturbed=is_last)
-                if not level.is_set_aside:
-                    break
+            self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
+            plan = LevelPlan(burst=burst, window_seconds=CALIBRATION_SECONDS)
+            sent_at = state.spent_seconds
+            level = self._attempt(plan, name, counts_disturbed=True)
+            has_time = 2 * state.spent_seconds - sent_at <= until_seconds
+            if level.taken_share > MAX_SLIGHT_SHARE and has_time and not is_busy_machine:
+                again = self._attempt(plan, name, counts_disturbed=True)
+                level = min(level, again, key=lambda one: one.taken_share)
             return level.undisturbed
 
         policy, workload = self.bench.policy, self.campaign.workload
-        single_streams = [
-            level.undisturbed for level in state.counted_levels if level.is_single_stream
-        ]
         # Of all engines, so that a burst fills the slots of each.
         slots = self.bench.slots if policy is None else policy.slots * policy.engines
         model = state.cell.spec
         experts = model.experts.routing if model is not None and model.experts is not None else None
         known_levels = [*single_streams, *earlier_bursts]
-        calibration = calibrate(send, workload, slots, seconds, known_levels, experts)
+        # The calibration counts undisturbed times: on a busy machine, its bursts take longer.
+        undisturbed_seconds = seconds * (1 - taken_share)
+        calibration = calibrate(send, workload, slots, undisturbed_seconds, known_levels, experts)
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = assumed_settings(calibration.slots, workload, self.bench.kv_tokens)
@@ -438,8 +442,9 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
     """Return the capacity of a cell by all its levels so far: from the step-time model if the
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated
+    levels = [*record.counted_levels, *record.set_aside_levels]
     return estimate(
-        [*record.counted_levels, *record.set_aside_levels, *record.unloaded_checks],
+        [*levels, *record.unloaded_checks, *record.bursts],
         record.campaign.slo,
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),

@@ -27,7 +27,7 @@ from crossover.loadtests.capacity.unloaded_check import unloaded_check_words
 from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from crossover.loadtests.host.listening_process import listening_pid
 from crossover.loadtests.host.resource_sampler import Sampler
-from crossover.loadtests.levels.disturbance import disturbance_of, is_slight
+from crossover.loadtests.levels.disturbance import disturbance_of
 from crossover.loadtests.levels.level_columns import Judged, Level, LevelRows
 from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import LoadPlan
@@ -246,18 +246,15 @@ def judge_level(
 ) -> Level:
     """Return a level that has ended, with its warnings, and whether it counts and is valid.
 
-    A disturbed level at a rate counts if it meets the target all the same, and a burst if little
-    was taken from it; both also with `counts_disturbed`. Requests one at a time always count, since
-    Level.undisturbed is what it would have been without other processes.
+    A disturbed level at a rate counts if it meets the target all the same, or with
+    `counts_disturbed`. Requests one at a time always count, since Level.undisturbed is what they
+    would have been without other processes.
     """
     replace, finished = msgspec.structs.replace, level.finished
     assert finished is not None
     disturbance = finished.disturbance
     if disturbance is not None and disturbance.is_disturbed:
-        if level.is_burst:
-            is_usable = is_slight(disturbance)
-        else:
-            is_usable = level.concurrency == 1 or (level.judge(slo).share or 0.0) >= slo.target
+        is_usable = level.concurrency == 1 or (level.judge(slo).share or 0.0) >= slo.target
         counts = disturbance.counts or counts_disturbed or is_usable
         finished = replace(finished, disturbance=replace(disturbance, counts=counts))
     warnings = level_warnings(replace(level, finished=finished), slo, samples)

@@ -39,6 +39,7 @@ from crossover.loadtests.capacity.capacity_estimate import (
     EXPECTED_ATTAINMENT_MARGIN,
     LEVELS_DESIGN_EFFECT,
     confirming_seconds,
+    judgment_of,
     shortest_bounding_level,
     shortest_level,
 )
@@ -164,7 +165,7 @@ class CellProgress:
         return bool(self.slo.limits)
 
     def verdict(self, level: Level) -> Verdict:
-        return level.judge(self.slo).verdict
+        return judgment_of(level, self.slo).verdict
 
     def rates_with(self, verdict: Verdict) -> list[float]:
         """Return the rates of the levels with this verdict, requests/s."""
@@ -356,7 +357,7 @@ def _tried_rates(progress: CellProgress) -> list[TriedRate]:
     tells on which side of the capacity its rate seems to be."""
     tried = []
     for level in progress.loaded:
-        judged = level.judge(progress.slo)
+        judged = judgment_of(level, progress.slo)
         seems_met = judged.verdict == "meets"
         if judged.verdict == "unresolved" and judged.steady is not False:
             seems_met = (judged.share or 0.0) >= progress.slo.target

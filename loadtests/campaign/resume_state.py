@@ -142,6 +142,11 @@ class CellRecord:
         ]
 
     @property
+    def bursts(self) -> list[Level]:
+        """The bursts of calibrations, without those that were sent again."""
+        return [level for level in self.levels if level.is_burst and not level.is_set_aside]
+
+    @property
     def unloaded_checks(self) -> list[Level]:
         """The levels of chosen requests, one at a time, that check the step-time model."""
         return [level for level in self.levels if level.is_unloaded_check]

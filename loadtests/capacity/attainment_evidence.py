@@ -10,9 +10,9 @@ the SLO with the probability
     STRAY_SHARE + (1 - 2 STRAY_SHARE) Phi(ln(simulated time / limit) / MARGIN_SD)
 
 of the time that is nearest to its limit. Requests that are delayed together count as fewer: the
-logarithm of the likelihood is divided by DESIGN_EFFECT. The result is the mean and the standard
-deviation of ln(factor) when this likelihood is taken together with a normal distribution around the
-factor that the step times gave.
+logarithm of the likelihood is divided by DESIGN_EFFECT, or by DISTURBED_DESIGN_EFFECT. The result
+is the mean and the standard deviation of ln(factor) when this likelihood is taken together with a
+normal distribution around the factor that the step times gave.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from crossover.serving.capacity.slo import Slo
 STRAY_SHARE = 0.01  # of requests meets or misses the SLO for reasons that are not simulated
 MARGIN_SD = 0.15  # of ln(measured / simulated) of one request's times
 DESIGN_EFFECT = 2.0
+# Of a disturbed level: what other processes took is simulated as if it were the same share of every
+# step. If they ran in bursts, more requests miss the SLO, or fewer, than with that.
+DISTURBED_DESIGN_EFFECT = 16.0
 GRID = np.linspace(-3.5, 3.5, 15)  # standard deviations of ln(factor) that are simulated
 
 
@@ -66,7 +69,8 @@ def _log_likelihood(
         margins = np.log(slo.largest_share(times)[counted]) / MARGIN_SD
         missed = STRAY_SHARE + (1 - 2 * STRAY_SHARE) * _normal_cdf(margins)
         likelihoods = np.where(is_met[counted], 1 - missed, missed)
-        found.append(float(np.log(likelihoods).sum()) / DESIGN_EFFECT)
+        design_effect = DISTURBED_DESIGN_EFFECT if level.taken_share else DESIGN_EFFECT
+        found.append(float(np.log(likelihoods).sum()) / design_effect)
     return np.array(found)
 
 

@@ -11,6 +11,10 @@ context costs. If an endpoint does not report its slots, bursts of 2, 4, 8 ... r
 On a slow server, these have the shortest prompts and answers that show how many requests are served
 together.
 
+Levels during which other processes took CPU time come without it (Level.undisturbed). A process
+that runs in bursts interrupts some steps and leaves others alone, so the model is fitted again with
+the steps that were interrupted shortened by it.
+
 If the step-time model does not fit, either something else ran during the bursts, or no step-time
 model describes the engine. So the bursts are sent once more, and the pair with the better fit
 counts.
@@ -42,6 +46,7 @@ from crossover.serving.capacity.step_time_model import (
     StepObservation,
     StepTimeModel,
     fit_step_times,
+    without_interruptions,
 )
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.request_lengths import Workload
@@ -163,7 +168,11 @@ class _CalibrationRun:
         max_slots = max(len(level.due), 1)
         steps, _ = observed_steps(level, max_slots, self._experts)
         self.has_steps = self.has_steps or bool(steps)
-        self.observations += merged_steps(steps)
+        taken, kept = level.taken_share, 1 - level.taken_share
+        self.observations += [
+            msgspec.structs.replace(step, taken_seconds=step.seconds * taken / kept)
+            for step in merged_steps(steps)
+        ]
 
     def send(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level:
         """Send a burst and add its steps."""
@@ -328,7 +337,18 @@ class _CalibrationRun:
             (one.context_tokens / one.rows for one in self.observations if one.rows), default=0
         )
         knows_context = longest >= MIN_CONTEXT_SHARE * float(np.mean(self._workload_prompts))
-        return fit_step_times(self.observations, knows_context=knows_context, experts=self._experts)
+
+        def fitted(observations: Sequence[StepObservation]) -> StepTimeModel:
+            return fit_step_times(observations, knows_context=knows_context, experts=self._experts)
+
+        # As if each step had been interrupted for the same share of its time.
+        alike = [msgspec.structs.replace(one, taken_seconds=0.0) for one in self.observations]
+        model = fitted(alike)
+        if alike == self.observations:
+            return model
+        corrected = fitted(without_interruptions(model, self.observations))
+        # If that fits, hardly a step was left alone, and few would tell the error.
+        return msgspec.structs.replace(corrected, error=model.error) if model.fits else corrected
 
 
 def _burst_outputs(stages: Sequence[int], steps: int, lead_steps: int) -> list[int]:

@@ -112,7 +112,8 @@ def estimate(
     *,
     min_level_seconds: float = MIN_SECONDS,
 ) -> Capacity:
-    """Return the capacity by all finished levels of a cell, in any order.
+    """Return the capacity by all finished levels of a cell, in any order. Bursts tell only how much
+    other processes took.
 
     `server`: as it was calibrated; `demand`: the requests of the campaign. Without both, or with a
     step-time model that does not fit, the capacity follows from the levels alone.
@@ -120,9 +121,9 @@ def estimate(
     """
     checks = [level for level in levels if level.is_unloaded_check and level.counts]
     levels = [level for level in levels if not level.is_unloaded_check]
-    judged_levels = _judged_levels(levels, slo)
+    judged_levels = _judged_levels([one for one in levels if not one.is_burst], slo)
     if (unloaded := _misses_unloaded(judged_levels, slo)) is not None:
-        return unloaded
+        return _with_taken_share(unloaded, levels)
     loaded = _loaded(judged_levels)
     found = Capacity(state="not_confirmed")
     if server is not None and demand is not None and server.step_times.fits:
@@ -139,7 +140,7 @@ def estimate(
     found = _bounded_above(found, _lowest_missed(loaded))
     found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
-    return _with_lower_bound(found, loaded, min_bounding_seconds)
+    return _with_taken_share(_with_lower_bound(found, loaded, min_bounding_seconds), levels)
 
 
 def confirmed_rate(
@@ -171,15 +172,16 @@ def _speeds(
     return () if level.taken_share else tuple(two_speeds(step_times, level, settings))
 
 
+def judgment_of(level: Level, slo: Slo) -> Judged:
+    """Return the judgment of a level; of a single stream, that of what it would have been without
+    other processes."""
+    return (level.undisturbed if level.is_single_stream else level).judge(slo)
+
+
 def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:
-    """Return the levels that count. A single stream is judged as it would have been without other
-    processes."""
+    """Return the levels that count."""
     return [
-        JudgedLevel(
-            level,
-            (level.undisturbed if level.is_single_stream else level).judge(slo),
-            level.rate or 0.0,
-        )
+        JudgedLevel(level, judgment_of(level, slo), level.rate or 0.0)
         for level in levels
         if level.counts
     ]
@@ -187,7 +189,7 @@ def _judged_levels(levels: Sequence[Level], slo: Slo) -> list[JudgedLevel]:
 
 def _taken_share(levels: Sequence[Level]) -> float | None:
     """Return the mean share of its CPU time that the engine lost in levels at a rate, or else in
-    single streams; None: no level was disturbed.
+    single streams and bursts; None: no level was disturbed.
 
     Levels that were set aside are among them.
     """
@@ -204,6 +206,14 @@ def _accepted_share(levels: Sequence[Level]) -> float | None:
     if not any(found and found.is_disturbed for found in disturbances):
         return None
     return sum(shares) / len(shares)
+
+
+def _with_taken_share(found: Capacity, levels: Sequence[Level]) -> Capacity:
+    """Return the capacity with the share that other processes took, if it has none yet. Without a
+    step-time model, rates are those of the machine as busy as it was."""
+    shares = (found.taken_share, _taken_share(levels), _accepted_share(levels))
+    taken_share = next((share for share in shares if share is not None), None)
+    return msgspec.structs.replace(found, taken_share=taken_share)
 
 
 def _loaded(judged_levels: Sequence[JudgedLevel]) -> list[JudgedLevel]:

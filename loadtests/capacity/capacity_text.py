@@ -110,6 +110,11 @@ def disturbance_words(capacity: Capacity, unit_rate: float | None = None) -> str
     if not capacity.taken_share:
         return ""
     share = f"{capacity.taken_share:.0%}"
+    if capacity.method == "levels" and (capacity.low or capacity.high):
+        return (
+            f"The capacity is of this machine as busy as it was: other processes took {share} of "
+            "the CPU time that the engine needed."
+        )
     if not capacity.estimated_rate or capacity.busy_rate is None:
         return f"Other processes took {share} of the CPU time that the engine needed."
     unit_rate = unit_rate or common_rate([capacity])

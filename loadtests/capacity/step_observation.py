@@ -160,6 +160,7 @@ def _steps_of_engine(level: Level, slots: int, experts: Routing | None) -> list[
         np.ones(step_count),
         expert_share,
         np.zeros(step_count),  # token pairs: the models that are fitted have no term for them
+        np.zeros(step_count),  # taken seconds: the times are those of the level that is given
     )
 
     # Steps are merged from one after a step with no prompt in progress up to the next such step. If

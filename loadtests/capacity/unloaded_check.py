@@ -77,7 +77,8 @@ def requests_to_check(
 
 @functools.lru_cache(maxsize=64)  # a level is looked at again after each later one
 def checked_speed(server: ServerModel, slo: Slo, level: Level) -> CheckedSpeed:
-    """Return what a level of these requests says about the calibrated server.
+    """Return what a level of these requests says about the calibrated server; of a disturbed level,
+    `level` is the undisturbed one.
 
     The factor is the median of measured over modeled times, of the time that is nearest to its
     limit. If all requests met the SLO, it is at most the one with which the model says so too, and
@@ -93,7 +94,10 @@ def checked_speed(server: ServerModel, slo: Slo, level: Level) -> CheckedSpeed:
         factor = min(factor, float((1 / modeled_shares).min()))
     elif factor is not None and not is_met.any():
         factor = max(factor, BEYOND * float((1 / modeled_shares).max()))
-    return CheckedSpeed(factor, unloaded_check_words(level, slo))
+    words = unloaded_check_words(level, slo)
+    if level.taken_share:
+        words += ", without what other processes took"
+    return CheckedSpeed(factor, words)
 
 
 def _modeled(server: ServerModel, prompts: Floats, outputs: Floats) -> Simulated:

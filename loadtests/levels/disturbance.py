@@ -94,11 +94,6 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
     )
 
 
-def is_slight(disturbance: Disturbance) -> bool:
-    """Whether so little was taken that a burst need not be sent again."""
-    return (disturbance.share or 0.0) <= MAX_SLIGHT_SHARE
-
-
 def disturbance_in_words(disturbance: Disturbance) -> str:
     """Return what disturbed a level: "`make` (pid 123) took 34 % of ..."."""
     share = disturbance.share or 0.0

@@ -74,9 +74,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # be a capacity; "": none.
     advice: str = ""
     # The share of its CPU time that the engine lost to other processes, as the mean of the levels;
-    # None: no level was disturbed. `estimated_rate` is that of the machine without them, and
-    # `busy_rate` that of the machine as busy as it was. They are equal if the campaign accepts
-    # disturbed levels as they are.
+    # None: no level was disturbed. By step times, `estimated_rate` is that of the machine without
+    # them, and `busy_rate` that of the machine as busy as it was. They are equal if the campaign
+    # accepts disturbed levels as they are. By levels, all rates are those of the machine as busy as
+    # it was, and `busy_rate` is None.
     taken_share: float | None = None
     busy_rate: float | None = None
     # The estimate from step times, where a level that met the SLO at a higher rate has raised

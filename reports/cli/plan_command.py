@@ -16,10 +16,12 @@ import msgspec
 import typer
 from rich.console import Console
 
+from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.tables import Column, Table, lines_of, table_of
 from crossover.reports.errors import ReportError
+from crossover.serving.capacity.slo import SLO_PRESETS, parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.toml_files import read_toml
 
@@ -110,7 +112,7 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
         model = str(Path(model).absolute())
     replacements = {
         "model": model,
-        "slo": options.slo,
+        "slo": None if options.slo is None else _slo_keys(options.slo),
         "gpu_format": options.gpu_format,
         "devices": options.device or None,
     }
@@ -128,12 +130,27 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
     return tables
 
 
+def _slo_keys(text: str) -> str | dict[str, Any]:
+    """Return the key `slo` for a preset or for limits such as `ttft=2,tpot=0.1`. Raises
+    ReportError."""
+    try:
+        slo = parse_slo(text)
+    except ValueError as problem:
+        raise ReportError(f"--slo {problem}") from None
+    if text in SLO_PRESETS:
+        return text
+    given: dict[str, Any] = msgspec.to_builtins(slo)
+    return {name: given[name] for name in SloSpec.__struct_fields__ if given.get(name) is not None}
+
+
 def own_tables(
     runs: Sequence[Path], price: float | None, files: Sequence[Path]
 ) -> list[dict[str, Any]]:
     """Return the [[machines]] of --run, --price and --machine. Raises ReportError for a wrong
     price."""
-    if price is not None and (not runs or not 0 <= price < math.inf):
+    if price is not None and not runs:
+        raise ReportError(f"--price {price:g} needs --run: it is the $/h of the machine of --run.")
+    if price is not None and not 0 <= price < math.inf:
         raise ReportError(f"--price {price:g} must be 0 or more: the $/h of the machine of --run.")
     price_keys: dict[str, Any] = {}
     if price is not None:

@@ -60,7 +60,7 @@ GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
 PREFILL_TOKENS = 2048  # of a step while other requests decode: vLLM's default for a server
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)  # numbers of devices that may share each step
-CONVERSATION_REQUESTS = 1_000  # simulated at a rate of conversations, which take longer to simulate
+CONVERSATION_TURNS = 4_000  # simulated at each rate, or more if there are many users
 # By how many half widths of its band ln(step time) is moved: steps are slow for the low end of a
 # capacity, as expected for the estimate, and fast for the high end.
 SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS = 1, 0, -1
@@ -290,7 +290,7 @@ def simulation_of(service: Service, speed: int) -> Server:
     """
     traffic = service.traffic
     step_times = service.predicted_steps().step_times.slower(service.step_factor(speed))
-    count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_REQUESTS
+    count = QUICK_REQUESTS if traffic.lengths.turns is None else CONVERSATION_TURNS
     return traffic.server_with(step_times, service.policy()).simulated(traffic.demand, count)
 
 

@@ -229,7 +229,7 @@ def read_question(
             keys=keys,
             spec=spec,
             forecast=_forecast(keys.forecast, folder),
-            slo=slo_of(keys.slo or "chat"),
+            slo=slo_of("chat" if keys.slo is None else keys.slo),
             demand=demand,
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():,.0f} tokens "
             f"in, {lengths.output.mean():,.0f} out{notes}",
@@ -321,6 +321,7 @@ def _problems(keys: PlanFile) -> Iterator[str]:
             given = " and ".join(source_keys) or "none"
             yield f"machines[{number}]: give one of run, file, device; got {given}"
         yield from _price_problems(machine, keys.years, f"machines[{number}]")
+    yield from _name_problems(keys.machines)
     is_anything_bought = any(machine.purchase_dollars is not None for machine in keys.machines)
     if keys.residual_share and not is_anything_bought:
         yield f"residual_share = {keys.residual_share:g} needs purchase_dollars in [[machines]]"
@@ -336,6 +337,11 @@ def _model_problems(keys: PlanFile, rate_keys: Sequence[str]) -> Iterator[str]:
     """Yield what is missing or contradictory in model and [[models]]. `rate_keys`: those of the
     forecast that are given."""
     models = keys.models
+    for where, name in [("model", keys.model)] + [
+        (f"models[{number}].model", model.model) for number, model in enumerate(models)
+    ]:
+        if name is not None and not name.strip():
+            yield f"{where} must be the name or the path of a model, got {name!r}"
     if (keys.model is None) == (not models):
         given = "both" if models else "none"
         yield f"give one of model and [[models]]; got {given}"
@@ -359,6 +365,17 @@ def _model_problems(keys: PlanFile, rate_keys: Sequence[str]) -> Iterator[str]:
     for name in ("api", "cold_start"):
         if models and getattr(keys, name) is not None:
             yield f"{name} is of one model: leave it out of a plan with [[models]]"
+
+
+def _name_problems(machines: Sequence[MachineKeys]) -> Iterator[str]:
+    """Yield the names that two machines have, since options go by name."""
+    first_by_name: dict[str, int] = {}
+    for number, machine in enumerate(machines):
+        if machine.name is None:
+            continue
+        first = first_by_name.setdefault(machine.name, number)
+        if first != number:
+            yield f"machines[{number}].name = {machine.name!r} is the name of machines[{first}] too"
 
 
 def _price_problems(machine: MachineKeys, years: float | None, where: str) -> Iterator[str]:

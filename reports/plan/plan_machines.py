@@ -163,13 +163,22 @@ def candidates_of(
 
 
 def _check_given_once(question: Question) -> None:
-    """Raise BadPlan for a run or file that is there twice without a name of its own."""
-    first_by_source: dict[Path, int] = {}
+    """Raise BadPlan for a run, file or device that is there twice without a name of its own."""
+    first_by_source: dict[Path | str, int] = {}
     for number, keys in enumerate(question.keys.machines):
         source = keys.run or keys.file
-        if source is None or keys.name is not None:
+        if keys.name is not None:
             continue
-        first = first_by_source.setdefault((question.folder / source).resolve(), number)
+        key: Path | str
+        if source is None:
+            source = str(keys.device)
+            try:
+                key = device_named(source).name
+            except ReportError as problem:
+                raise BadPlan(f"machines[{number}]: {problem}") from problem
+        else:
+            key = (question.folder / source).resolve()
+        first = first_by_source.setdefault(key, number)
         if first != number:
             raise BadPlan(
                 f"machines[{number}] is {Path(source).name}, as machines[{first}] is. Leave one of "
@@ -258,9 +267,17 @@ def candidate_of_group(question: Question, device: Device, count: int) -> Candid
 def _prices_by_device(question: Question) -> dict[str, float]:
     """Return the name of a device in the catalog -> the price that the plan file gives for it.
 
-    Raises ReportError for a name that the catalog does not have.
+    Raises ReportError for a name that the catalog does not have, and for a second price.
     """
-    return {device_named(name).name: price for name, price in question.keys.prices.items()}
+    prices = dict[str, float]()
+    for name, price in question.keys.prices.items():
+        device = device_named(name).name
+        if prices.setdefault(device, price) != price:
+            raise ReportError(
+                f"prices.{name} = {price:g} contradicts {prices[device]:g}, which is given for "
+                f"{device} too"
+            )
+    return prices
 
 
 def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Candidate]:
@@ -275,9 +292,19 @@ def _own_machine(question: Question, keys: MachineKeys, number: int) -> list[Can
         else:
             device = device_named(str(keys.device))
             your_prices = _prices_by_device(question)
+            own_price = keys.dollars_per_hour
+            if own_price is not None and your_prices.get(device.name, own_price) != own_price:
+                raise ReportError(
+                    f"dollars_per_hour = {own_price:g} contradicts prices.{device.name} = "
+                    f"{your_prices[device.name]:g}"
+                )
             candidates = [_catalog_candidate(question, your_prices, device)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
+    if keys.run is None and keys.is_paid is not None:
+        candidates = [
+            msgspec.structs.replace(candidate, is_paid=keys.is_paid) for candidate in candidates
+        ]
     # The file's name and watts describe the machine, not one of its devices.
     is_whole_machine = len(candidates) == 1
     return [

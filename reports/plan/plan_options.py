@@ -359,6 +359,8 @@ def _with_further(
             needed = math.ceil((rate + own_rate) / machine_rate - COUNT_ROUNDING)
             return max(0, needed + spares - owned)
         count = math.ceil(rate / machine_rate - COUNT_ROUNDING)
+        if own is None and rate > 0:  # above own machines, so little may be a rounding error
+            count = max(1, count)
         return count + spares if count else 0
 
     def counts_with(machine_rate: float | None) -> list[tuple[int, float]] | None:

@@ -24,6 +24,7 @@ import msgspec
 
 from crossover.reports.devices.device_capacity import TENSOR_PARALLEL_SIZES, CapacityGrade
 from crossover.reports.devices.device_catalog import find_device
+from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_file import Question
 from crossover.reports.plan.plan_machines import (
     candidate_of_group,
@@ -126,6 +127,8 @@ def size(
             Path(),
         )
         question = msgspec.structs.replace(question, slo=own_slo)
+        if any(question.spec.name == other.spec.name for other in questions):
+            raise ReportError(f"Model {model!r} is given twice: it is {question.spec.name}.")
         questions.append(question)
 
         def report(name: str, done: float, number: int = number, model: str = model) -> None:

@@ -53,4 +53,4 @@ def _load_words(start: ColdStart) -> str:
 
 
 def _dollars(dollars: float | None) -> str:
-    return "-" if dollars is None else f"${dollars:,.0f}"
+    return "-" if dollars is None else formatting.dollars(dollars)

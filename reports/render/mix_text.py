@@ -100,7 +100,7 @@ def _comparison_words(row: MixAlternative) -> str:
     if abs(difference) < 0.5:
         return f"all models on each and a machine for each cost the same, since {why}."
     cheaper = "all models on each cost" if difference > 0 else "a machine for each model costs"
-    return f"{cheaper} ${abs(difference):,.0f} a month less, since {why}."
+    return f"{cheaper} {formatting.dollars(abs(difference))} a month less, since {why}."
 
 
 def _why(row: MixAlternative) -> str:
@@ -132,7 +132,8 @@ def _saving_words(row: MixAlternative, largest: Deployment) -> str:
         return (
             f"{row.largest_model} for all requests costs no more, so the other models save nothing."
         )
-    return f"{row.largest_model} for all requests would cost ${saving:,.0f} a month more."
+    more = formatting.dollars(saving)
+    return f"{row.largest_model} for all requests would cost {more} a month more."
 
 
 def _deployment_words(deployment: Deployment) -> str:
@@ -140,7 +141,7 @@ def _deployment_words(deployment: Deployment) -> str:
     if deployment.certainty != "yes":
         return deployment.certainty
     dollars = deployment.dollars
-    cost = "price unknown" if dollars is None else f"${dollars:,.0f}"
+    cost = "price unknown" if dollars is None else formatting.dollars(dollars)
     energy = " + energy" if deployment.energy_unknown else ""
     return f"{cost}{energy} ({_count_words(deployment)})"
 

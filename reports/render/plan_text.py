@@ -144,7 +144,7 @@ def _utilization(even: BreakEven | None) -> float | None:
 
 
 def _total_words(dollars: float | None) -> str | None:
-    return None if dollars is None else f"${dollars:,.0f}"
+    return None if dollars is None else formatting.dollars(dollars)
 
 
 def _api(plan: Plan) -> Iterator[str]:
@@ -159,9 +159,9 @@ def _api(plan: Plan) -> Iterator[str]:
     if plan.choice is not None and plan.choice.dollars is not None:
         difference = dollars - plan.choice.dollars
         side = "more" if difference > 0 else "less"
-        beside = f", ${abs(difference):,.0f} {side} than the choice"
+        beside = f", {formatting.dollars(abs(difference))} {side} than the choice"
     yield (
-        f"The API ({prices}) costs ${dollars:,.0f} a month for this load{beside}: "
+        f"The API ({prices}) costs {formatting.dollars(dollars)} a month for this load{beside}: "
         f"${api.dollars_per_request * 1000:.2g} for 1,000 requests. Nobody measured whether it "
         "meets the SLO."
     )
@@ -196,8 +196,9 @@ def _purchase(plan: Plan) -> Iterator[str]:
         for title in dollars
     }
     yield (
-        f"{verb} costs less than {other}: ${dollars[cheap]:,.0f} a month ({names[cheap]}), not "
-        f"${dollars[dear]:,.0f} ({names[dear]}). {_assumption_words(answer, other)}"
+        f"{verb} costs less than {other}: {formatting.dollars(dollars[cheap])} a month "
+        f"({names[cheap]}), not {formatting.dollars(dollars[dear])} ({names[dear]}). "
+        f"{_assumption_words(answer, other)}"
     )
 
 
@@ -216,7 +217,7 @@ def _assumption_words(answer: BuyOrRent, other: str) -> str:
                 return f"{formatting.significant(number)} years"
             case "dollars_per_kwh":
                 return f"${number:.2g}/kWh"
-        return f"${number:,.0f} a month"
+        return f"{formatting.dollars(number)} a month"
 
     conditions = {
         "hours": f"the machines are needed in {side} {words(threshold)} of the hours",
@@ -316,10 +317,10 @@ def _cost(option: Option, *, with_spread: bool = True) -> str:
     """Return `$96`, `$96 ($48 at best)`, `$0 + energy`, `price unknown` or `-`."""
     if option.dollars is None:
         return "-" if option.machines is None else "price unknown"
-    cost = f"${option.dollars:,.0f}"
+    cost = formatting.dollars(option.dollars)
     low = option.dollars_low
     if with_spread and low is not None and low < option.dollars * (1 - MIN_SHOWN_SPREAD):
-        cost += f" (${low:,.0f} at best)"
+        cost += f" ({formatting.dollars(low)} at best)"
     return cost + (" + energy" if option.energy_unknown else "")
 
 

@@ -137,7 +137,7 @@ def _cost(row: SizeRow) -> str:
     """Return `$588`, `$0 + energy`, `price unknown` or `-`."""
     if row.dollars is None:
         return NO_ANSWER if row.machines is None else "price unknown"
-    return f"${row.dollars:,.0f}" + (" + energy" if row.energy_unknown else "")
+    return formatting.dollars(row.dollars) + (" + energy" if row.energy_unknown else "")
 
 
 def _spares_words(sizing: Sizing) -> str:

@@ -175,12 +175,12 @@ def _target(
     in use, or what it holds behind those tokens is probably another conversation's history."""
     if source not in free:
         return oldest_slot(free, held_tokens, idle_since)
-    others = [slot for slot in free if slot != source]
     lost = held_tokens[source] - reused
-    if not others or lost < MIN_REUSED_TOKENS:
+    if len(free) == 1 or lost < MIN_REUSED_TOKENS:
         return source
+    others = [slot for slot in free if slot != source]
     # A prefix that a second slot begins with is shared, such as a system prompt.
-    is_shared = sum(tokens >= reused for tokens in common) > 1
+    is_shared = max((*common[:source], *common[source + 1 :]), default=0) >= reused
     has_empty_slot = any(not held_tokens[slot] for slot in others)
     if is_shared or has_empty_slot or lost > reused:
         return oldest_slot(others, held_tokens, idle_since)

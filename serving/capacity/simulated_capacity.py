@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,12 +70,31 @@ REQUESTS = 8_000  # for each rate: the capacity varies by 2 % with the seed; wit
 QUICK_REQUESTS = 2_000  # for sliders
 WARM_UP, COOL_DOWN = 0.05, 0.03  # shares of the duration whose requests are not counted
 PRECISION = 0.02  # the search stops when the bounds of ln(rate) differ by less
+# Near its capacity, a server with conversations takes long to reach the steady state: requests in
+# progress displace the histories of conversations whose users think, so that later turns take
+# longer, and more of them are in progress. So the warm-up is longer, and the number of simulated
+# turns grows with the users: TURNS_A_USER for each, at least `count`, at most MAX_TURNS times that.
+CONVERSATION_WARM_UP = 0.25
+TURNS_A_USER = 10
+MAX_TURNS = 3
+# A search with fewer turns finds where that with all of them begins, and these are the bounds of
+# ln(rate) at which it ends. Beside a simulation with 30,000 turns, capacities are 2 to 4 % too high
+# (L4 with 1B, L40S and H100 with 8B).
+FIRST_TURNS = 1_000
+CONVERSATION_PRECISION = 0.06
+ROUNDING = 1.001  # of a step of the search, which is as wide as its precision
+# Times at which conversations begin are drawn for so much longer than is simulated, since they may
+# have to be moved closer to each other. That is repeated, because it changes which turns are
+# simulated.
+DRAWN_LONGER = 1.5
+STRETCHES = 3
 SLOWER = 1.1  # factor of all step times in the second search, which gives the steepness
 MAX_STEEPNESS = 30.0  # of a capacity that a few percent of step time bring to 0
 OVERLOAD = 1.1  # a server that meets the SLO at this multiple of its saturated rate always does
 # When this share of the requests has ended, a simulation stops if the target is out of reach. Each
 # look takes 1 % of a simulation's time, and late ones save little.
 CHECKED_SHARES = (0.1, 0.2, 0.4, 0.6)
+FIRST_STEP = 0.8  # from a rate that is too high to the next one of a search
 LOWEST = 1e-3  # share of the saturated rate below which the capacity is 0
 
 Whole = npt.NDArray[np.int64]
@@ -308,6 +328,15 @@ def _simulated_capacity(
     return server.capacity(slo)
 
 
+class _DueTurns(NamedTuple):
+    """The turns of conversations, one conversation after the other. Arrays are [n]."""
+
+    session: Whole  # the conversation of each
+    number: Whole  # of the turn in it, from 0
+    index: Whole  # of the turn in Lengths
+    times: Array  # when it is due
+
+
 class Server:
     """The simulated server at any rate, with the same draws at each; simulations are cached."""
 
@@ -320,7 +349,7 @@ class Server:
         *,
         count: int = REQUESTS,
     ) -> None:
-        """`count`: requests simulated at each rate."""
+        """`count`: requests simulated at each rate; of conversations, the fewest."""
         self.step_times = step_times
         self.settings = settings
         self.lengths = lengths
@@ -328,6 +357,7 @@ class Server:
         self.count = count
         self.played: dict[float, Simulated] = {}  # by rate
         self.busy_shares: dict[float, float] = {}  # by rate
+        self.crossings: dict[tuple[Slo, float | None], float] = {}  # by SLO and `below`
 
     def capacity(self, slo: Slo) -> SimulatedCapacity:
         """Return the simulated capacity. If the server meets the SLO even when it is saturated, the
@@ -362,9 +392,15 @@ class Server:
         factor is this one in slow motion, so that the simulations of this one serve every factor.
         """
         is_scalable = self.lengths.turns is None and self.settings.step_seconds_target is None
+        if factor == 1.0:
+            return self.crossing(slo) if self.meets_unloaded(slo) else 0.0
         if not is_scalable:
             slower = self.changed(self.step_times.slower(factor), count=self.count)
-            return slower.crossing(slo) if slower.meets_unloaded(slo) else 0.0
+            if not slower.meets_unloaded(slo):
+                return 0.0
+            if self.lengths.turns is not None and (rate := self.crossing(slo)):
+                return slower._crossing_near(rate / factor, slo)
+            return slower.crossing(slo)
         slo = slo.tighter(factor, self.step_times.request_seconds or 0.0)
         return self.crossing(slo) / factor if self.meets_unloaded(slo) else 0.0
 
@@ -420,7 +456,7 @@ class Server:
         )
 
     def play(self, rate: float) -> Simulated:
-        """Return about `count` requests simulated at this rate, without warm-up and cool-down.
+        """Return the requests simulated at this rate, without warm-up and cool-down.
 
         Raises WorkloadError if no request arrives between them.
         """
@@ -454,10 +490,36 @@ class Server:
 
     def _begin_at(self, rate: float) -> Simulation | SharedQueue:
         """Return the simulation at this rate, of which nothing is played yet."""
-        seconds = self.count / rate + self._seconds_before
+        seconds = self._seconds(rate)
+        if self.lengths.turns is None:
+            return self.begin(due_times(self.arrivals, rate, seconds, SEED))
+        return self.begin(self._conversations_due(rate, seconds, self.lengths.turns))
+
+    def _seconds(self, rate: float) -> float:
+        """Return the simulated seconds at this rate."""
+        count = self.count
+        if self.lengths.turns is not None:
+            turn_seconds = float(self.unloaded().e2e.mean()) + self.lengths.mean_think_seconds
+            users = rate * turn_seconds  # by Little's law
+            count = int(min(max(TURNS_A_USER * users, count), MAX_TURNS * count))
+        return count / rate
+
+    def _conversations_due(self, rate: float, seconds: float, turns: Turns) -> Array:
+        """Return when conversations begin, so that an idle server gets turns at this rate.
+
+        Drawn conversations come and go: a thousand turns of them vary by 7 %, and a capacity with
+        them. So their times are stretched until the number of turns is the one expected.
+        """
         conversations_per_second = rate / self.lengths.mean_turns
-        due = due_times(self.arrivals, conversations_per_second, seconds, SEED)
-        return self.begin(due - self._seconds_before)
+        before = self._seconds_before
+        drawn_seconds = DRAWN_LONGER * (seconds + before)
+        since = due_times(self.arrivals, conversations_per_second, drawn_seconds, SEED)
+        for _ in range(STRETCHES):
+            times = self._turns_from(since - before, turns).times
+            is_simulated = (times >= 0.0) & (times < seconds)
+            since = since * max(1 / DRAWN_LONGER, int(is_simulated.sum()) / (rate * seconds))
+        due: Array = since[since < seconds + before] - before
+        return due
 
     def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> Simulated:
         """Play a simulation to its end and return the requests that count. Raises WorkloadError if
@@ -485,8 +547,9 @@ class Server:
 
     def _is_counted(self, due: Array, rate: float) -> Flags:
         """Return which requests are due after the warm-up and before the cool-down."""
-        seconds = self.count / rate
-        is_counted: Flags = (due >= WARM_UP * seconds) & (due < (1.0 - COOL_DOWN) * seconds)
+        seconds = self._seconds(rate)
+        warm_up = WARM_UP if self.lengths.turns is None else CONVERSATION_WARM_UP
+        is_counted: Flags = (due >= warm_up * seconds) & (due < (1.0 - COOL_DOWN) * seconds)
         return is_counted
 
     def users(self, rate: float) -> float | None:
@@ -527,6 +590,16 @@ class Server:
 
         `below`: a rate at which it is known to be lower.
         """
+        if (slo, below) not in self.crossings:
+            self.crossings[slo, below] = self._search(slo, below)
+        return self.crossings[slo, below]
+
+    def _search(self, slo: Slo, below: float | None) -> float:
+        if self.lengths.turns is not None:
+            rate = FIRST_STEP * (below or self.saturated_rate)
+            if self.count > FIRST_TURNS:
+                rate = self.changed(count=FIRST_TURNS).crossing(slo, below)
+            return self._crossing_near(rate, slo) if rate else 0.0
         if below is None:
             low = self.saturated_rate
             high = low * OVERLOAD
@@ -536,13 +609,38 @@ class Server:
             low = high = below
         # Lower the rate until it meets the SLO, then halve the interval between low and high.
         lowest = LOWEST * high
-        low *= 0.8
+        low *= FIRST_STEP
         while not self.meets(low, slo):
             if low < lowest:
                 return 0.0
             high = low
-            low *= 0.8
-        while math.log(high / low) > PRECISION:
+            low *= FIRST_STEP
+        return self._crossing_between(low, high, slo)
+
+    def _crossing_near(self, rate: float, slo: Slo) -> float:
+        """Return the crossing by a search that begins at this rate: raised or lowered in steps,
+        each twice as far as the one before, and then by halves."""
+        step = CONVERSATION_PRECISION
+        low = high = rate
+        if self.meets(rate, slo):
+            while high <= rate or self.meets(high, slo):
+                if high >= self.saturated_rate * OVERLOAD:
+                    return self.saturated_rate
+                low, high = high, high * math.exp(step)
+                step *= 2
+        else:
+            lowest = LOWEST * self.saturated_rate
+            while low >= rate or not self.meets(low, slo):
+                if low < lowest:
+                    return 0.0
+                low, high = low * math.exp(-step), low
+                step *= 2
+        return self._crossing_between(low, high, slo)
+
+    def _crossing_between(self, low: float, high: float, slo: Slo) -> float:
+        """Return the crossing between a rate that meets the SLO and one that misses it."""
+        precision = PRECISION if self.lengths.turns is None else CONVERSATION_PRECISION
+        while math.log(high / low) > precision * ROUNDING:
             middle = math.sqrt(low * high)
             if self.meets(middle, slo):
                 low = middle
@@ -594,14 +692,8 @@ class Server:
             reasoning_share=lengths.reasoning_share,
         )
 
-    def _begin_conversations(self, due: Array, turns: Turns) -> Simulation | SharedQueue:
-        """Return the simulation of conversations that begin at these times.
-
-        Conversations that begin before time 0 proceed as on an idle server until then. Their turns
-        from 0 on are simulated, and slots hold what their last turns before 0 have left.
-        """
-        # For every turn of every conversation: the conversation, the number of the turn in it, and
-        # the index of the turn in `turns`.
+    def _turns_from(self, due: Array, turns: Turns) -> _DueTurns:
+        """Return all turns of conversations that begin at these times, on an idle server."""
         first_turns = np.flatnonzero(turns.number == 0)
         source = np.arange(len(due)) % len(first_turns)  # of `turns`, by conversation
         turn_counts = np.diff([*first_turns, len(turns.number)])[source]
@@ -609,8 +701,15 @@ class Server:
         turns_before = np.cumsum(turn_counts) - turn_counts
         number = np.arange(len(session)) - turns_before[session]
         index = first_turns[source][session] + number
-        times = due[session] + self._offsets[index]
+        return _DueTurns(session, number, index, due[session] + self._offsets[index])
 
+    def _begin_conversations(self, due: Array, turns: Turns) -> Simulation | SharedQueue:
+        """Return the simulation of conversations that begin at these times.
+
+        Conversations that begin before time 0 proceed as on an idle server until then. Their turns
+        from 0 on are simulated, and slots hold what their last turns before 0 have left.
+        """
+        session, number, index, times = self._turns_from(due, turns)
         is_past = times < 0.0
         is_after_past = (number == 0) | np.append(True, is_past[:-1])
         has_next_in_past = np.append((number[1:] > 0) & is_past[1:], False)

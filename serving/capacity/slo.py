@@ -186,8 +186,11 @@ def parse_slo(text: str) -> Slo:
                 f"{text!r} has no valid limit {name!r}. Limits are {', '.join(LIMITED_TIMES)} and "
                 f"target, in seconds, such as ttft=2,tpot=0.1; or use a preset: {presets}."
             )
+        key = name if name == "target" else f"{name}_seconds"
+        if key in values:
+            raise ValueError(f"{text!r}: {name} is given twice")
         try:
-            values[name if name == "target" else f"{name}_seconds"] = float(value)
+            values[key] = float(value)
         except ValueError:
             raise ValueError(f"{text!r}: {name} must be a number, got {value!r}") from None
     try:

@@ -30,6 +30,10 @@ it while the device computes.
 by the seconds: with relative errors, a prompt of ten tokens would count as much as one of 500, and
 long prompts are those that miss an SLO. The model's error is measured on observations that are left
 out of the fit (`_cross_validated_error`).
+
+Where other processes took CPU time, the model is fitted twice. What they took is known for a level,
+not for a step; but the first fit tells which steps were too long, and `without_interruptions`
+shortens those.
 """
 
 from __future__ import annotations
@@ -69,6 +73,8 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     steps: float = 1.0
     expert_passes: float = 0.0  # the expected share of the experts that a pass reads, summed
     token_pairs: float = 0.0  # of prompt tokens with the tokens before them
+    # By which other processes made the steps longer; `seconds` is without it.
+    taken_seconds: float = 0.0
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,9 +228,10 @@ def fit_step_times(
 ) -> StepTimeModel:
     """Return the step-time model with the least sum of squared errors over seconds.
 
-    A coefficient whose count is 0 in all observations is 0. `knows_context`: False if the contexts
-    were too short to determine `context_token_seconds`, which is 0 then. `experts`: the routing
-    with which the observations' `expert_passes` were computed; None: a dense model.
+    A coefficient whose count is 0 in all observations is 0. Observations with `taken_seconds` do
+    not count for the error of the model. `knows_context`: False if the contexts were too short to
+    determine `context_token_seconds`, which is 0 then. `experts`: the routing with which the
+    observations' `expert_passes` were computed; None: a dense model.
 
     Raises WorkloadError for fewer than MIN_OBSERVATIONS.
     """
@@ -247,17 +254,56 @@ def fit_step_times(
     return StepTimeModel(
         **dict(zip(COEFFICIENTS, least_squares(relative, weights).tolist(), strict=False)),
         experts=experts,
-        error=_cross_validated_error(relative, weights),
+        error=_cross_validated_error(
+            relative, weights, np.array([o.taken_seconds == 0 for o in observations])
+        ),
         observations=len(seconds),
     )
 
 
-def _cross_validated_error(relative: Array, weights: Array) -> float | None:
-    """Return the root mean square of the relative errors of observations left out of the fit, in
-    FOLDS folds; the arguments are those of `least_squares`.
+def without_interruptions(
+    model: StepTimeModel, observations: Sequence[StepObservation]
+) -> list[StepObservation]:
+    """Return the observations with all that was taken counted for the steps that took longest by
+    `model`.
 
-    An observation does not count if the fit without its fold does not determine one of the
-    coefficients that it needs. None: no observation counts.
+    `observations`: `taken_seconds` of a step is its share of what was taken from its level. With m
+    the modeled seconds of a step and t its seconds with what was taken, an interrupted step took
+    c m seconds in place of t > c m, with the factor c for which as much was taken as before:
+
+        sum of min(t, c m) = sum of `seconds`
+    """
+    disturbed = [one for one in observations if one.taken_seconds > 0]
+    if not disturbed:
+        return list(observations)
+    modeled = np.maximum([model.of(one) for one in disturbed], 1e-12)
+    whole = np.array([one.seconds + one.taken_seconds for one in disturbed])
+    order = np.argsort(whole / modeled)
+    ratios = (whole / modeled)[order]
+    left_modeled = modeled.sum() - np.cumsum(modeled[order])
+    totals = np.cumsum(whole[order]) + ratios * left_modeled  # of min(t, c m), for each c = ratio
+    total = sum(one.seconds for one in disturbed)
+    factor = np.interp(total, [0.0, *totals], [0.0, *ratios])
+    seconds = iter(np.minimum(whole, factor * modeled).tolist())
+
+    def uninterrupted(one: StepObservation) -> StepObservation:
+        if one.taken_seconds <= 0:
+            return one
+        own_seconds = next(seconds)
+        taken_seconds = one.seconds + one.taken_seconds - own_seconds
+        return msgspec.structs.replace(one, seconds=own_seconds, taken_seconds=taken_seconds)
+
+    return list(map(uninterrupted, observations))
+
+
+def _cross_validated_error(
+    relative: Array, weights: Array, counts: npt.NDArray[np.bool_]
+) -> float | None:
+    """Return the root mean square of the relative errors of observations left out of the fit, in
+    FOLDS folds; the first two arguments are those of `least_squares`.
+
+    `counts`: [n], False for observations that are fitted but not tested. Nor is one tested if the
+    fit without its fold does not determine one of the coefficients that it needs. None: none is.
     """
     squares = (weights[:, None] * relative) ** 2
     total = squares.sum(axis=0)
@@ -266,7 +312,7 @@ def _cross_validated_error(relative: Array, weights: Array) -> float | None:
     for fold in range(min(FOLDS, len(weights))):
         is_left_out = fold_of == fold
         is_undetermined = squares[~is_left_out].sum(axis=0) < MIN_FEATURE_SHARE * total
-        is_tested = is_left_out & ~(squares[:, is_undetermined] > 0).any(axis=1)
+        is_tested = is_left_out & counts & ~(squares[:, is_undetermined] > 0).any(axis=1)
         coefficients = least_squares(relative[~is_left_out], weights[~is_left_out])
         errors.append(relative[is_tested] @ coefficients - 1.0)
     tested_errors = np.concatenate(errors)

@@ -1,10 +1,10 @@
 """The engine process: one backend, one scheduler, one socket to the parent.
 
 Started as `python -m crossover.serving.engine.engine_loop` with an EngineConfig as JSON in
-CROSSOVER_ENGINE and the number of an inherited socket in CROSSOVER_ENGINE_FD. The engine is a
-process of its own, because a CUDA error or the kernel's OOM killer ends a whole process, and
-because HTTP must not share a GIL with the step loop. It sends Loading while it loads, then Ready,
-then one Step for each scheduler step. It ends with its parent.
+CROSSOVER_ENGINE and the numbers of an inherited socket and an eventfd in the variables of
+ipc_messages.py. The engine is a process of its own, because a CUDA error or the kernel's OOM killer
+ends a whole process, and because HTTP must not share a GIL with the step loop. It sends Loading
+while it loads, then Ready, then one Step for each scheduler step. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def main() -> int:
         print(f"engine: {warning}", file=sys.stderr)
     if config.nice:
         lower_priority(config.nice)
-    worker = Worker(config, socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE])))
+    connection = socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE]))
+    worker = Worker(config, connection, int(os.environ[ipc.RECEIVED_VARIABLE]))
     try:
         worker.load()
         worker.run()
@@ -99,12 +100,16 @@ class ParentGone(Exception):
 
 
 class Worker:
-    """Loads the backend and runs the step loop; compiles grammars in a thread beside it."""
+    """Loads the backend and runs the step loop; compiles grammars in a thread beside it.
 
-    def __init__(self, config: EngineConfig, connection: socket.socket) -> None:
+    `received`: the eventfd that counts the bytes that were read from the connection.
+    """
+
+    def __init__(self, config: EngineConfig, connection: socket.socket, received: int) -> None:
         self.config = config
         self.ready = False
         self._socket = connection
+        self._received = received
         self._socket.setblocking(True)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -192,6 +197,7 @@ class Worker:
             raise ParentGone from problem
         if not data:
             raise ParentGone
+        os.eventfd_write(self._received, len(data))
         for body in self._frames.feed(data):
             self.handle(ipc.decode_to_engine(body))
 

@@ -21,6 +21,9 @@ from crossover.serving.sampling.step_inputs import TokenDetail as TokenDetail
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket
+# The number of an eventfd to which the engine adds the bytes that it reads from its socket. After
+# its death, the parent finds there which sequences had not reached it.
+RECEIVED_VARIABLE = "CROSSOVER_ENGINE_RECEIVED_FD"
 FRAME = struct.Struct("<I")  # the prefix of a frame: the length of its body in bytes
 
 

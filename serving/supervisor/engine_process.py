@@ -20,7 +20,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -37,8 +37,8 @@ from crossover.serving.supervisor.restart_policy import (
 )
 
 # How often an OpenMP thread that waits for another one spins before it yields its core; the default
-# is 300,000. With 1000, two engines of llama.cpp (135M and 360M, Q4_0) on the same two cores generate
-# 17.9 and 11.9 tokens/s, with this 28.6 and 17.3; one by itself is about a tenth slower.
+# is 300,000. With 1000, two engines of llama.cpp (135M and 360M, Q4_0) on the same two cores
+# generate 17.9 and 11.9 tokens/s, with this 28.6 and 17.3; one by itself is about a tenth slower.
 SHORT_SPINS = "100"
 KEPT_LINES = 20  # of the process's output
 # Seconds after which a process that was sent SIGKILL, or said that it dies, is given up: a process
@@ -51,8 +51,9 @@ _TRACE = (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Pyt
 _OUT_OF_MEMORY = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
 
 
-def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
-    """Return the engine's additional environment variables: configuration, threads, allocator."""
+def environment(config: EngineConfig, descriptors: Mapping[str, int]) -> dict[str, str]:
+    """Return the engine's additional environment variables: configuration, threads, allocator, and
+    the numbers of inherited descriptors by the names of their variables."""
     threads = str(config.threads or len(config.cores) or len(os.sched_getaffinity(0)))
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -62,8 +63,8 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # its weights are on disk, so an engine opens no connection
         ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
-        ipc.SOCKET_VARIABLE: str(socket_number),
     }
+    variables |= {name: str(number) for name, number in descriptors.items()}
     if config.nice or config.shares_cores:
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
     return variables | allocator(config.backend) | _visible_devices(config)
@@ -114,7 +115,11 @@ class EngineProcess(asyncio.Protocol):
         self.started_at = time.monotonic()
         self._message_at = self.started_at  # when its last message came
         self._step_at = self.started_at  # when its last step ended, or it got work after none
-        self._sequences: set[int] = set()  # the sequences that it runs
+        # The sequences that it runs, each with the number of bytes that were sent before it.
+        self._sequences: dict[int, int] = {}
+        self._sent_bytes = 0
+        self._received_bytes = 0  # which it has read of them; known after its end
+        self._received: int | None = None  # the eventfd in which it counts them
         self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, if known already
         self._on_output = on_output
@@ -140,13 +145,18 @@ class EngineProcess(asyncio.Protocol):
         try:
             own_end, engine_end = socket.socketpair()
             with engine_end:
+                self._received = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                descriptors = {
+                    ipc.SOCKET_VARIABLE: engine_end.fileno(),
+                    ipc.RECEIVED_VARIABLE: self._received,
+                }
                 self._process = start_python(
                     "-m",
                     "crossover.serving.engine.engine_loop",
-                    environment=environment(self.config, engine_end.fileno()),
+                    environment=environment(self.config, descriptors),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(engine_end.fileno(),),
+                    pass_fds=tuple(descriptors.values()),
                 )
             own_end.setblocking(False)
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=own_end)
@@ -177,9 +187,11 @@ class EngineProcess(asyncio.Protocol):
         if isinstance(message, ipc.Submit):
             if not self._sequences:  # it was idle, and the time of its next step begins now
                 self._step_at = time.monotonic()
-            self._sequences.add(message.id)
+            self._sequences[message.id] = self._sent_bytes
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(ipc.frame(message))
+            frame = ipc.frame(message)
+            self._transport.write(frame)
+            self._sent_bytes += len(frame)
 
     @property
     def free_slots(self) -> int:
@@ -195,7 +207,12 @@ class EngineProcess(asyncio.Protocol):
 
     def sequence_ended(self, sequence: int) -> None:
         """Note that the engine no longer runs a sequence."""
-        self._sequences.discard(sequence)
+        self._sequences.pop(sequence, None)
+
+    def has_received(self, sequence: int) -> bool:
+        """Return whether this engine, which has ended, had read anything of one of its sequences,
+        so that the sequence may be what ended it."""
+        return self._received_bytes > self._sequences[sequence]
 
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started."""
@@ -315,6 +332,10 @@ class EngineProcess(asyncio.Protocol):
             self._exit_reported = True
             if self._transport is not None:
                 self._transport.close()
+            if self._received is not None:
+                with contextlib.suppress(BlockingIOError):  # it has read nothing
+                    self._received_bytes = os.eventfd_read(self._received)
+                os.close(self._received)
             self._on_exit(self)
 
     def _forward_output(self) -> None:

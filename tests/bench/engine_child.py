@@ -150,8 +150,9 @@ def main() -> None:
         tell(getattr(work, job.pop("do"))(**job))
 
 
-def memory() -> dict[str, int]:
-    """Return the resident bytes of this process now, and their maximum so far."""
+def memory() -> dict[str, int | None]:
+    """Return the resident bytes of this process now, and their maximum so far (None: the kernel
+    does not say)."""
     return {
         "rss_bytes": resident_bytes() or 0,
         "peak_rss_bytes": peak_resident_bytes(),
@@ -179,7 +180,7 @@ class Work:
             ids = [np.array([one.token], np.int32) for one in drawn]
         return time.perf_counter() - started
 
-    def fill(self) -> dict[str, int]:
+    def fill(self) -> dict[str, int | None]:
         for slot in range(self.backend.info.settings.slots):
             self._prefill(self.backend.info.settings.context_tokens, slot, sampled=True)
         gc.collect()

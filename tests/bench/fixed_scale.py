@@ -44,7 +44,9 @@ def main() -> None:
         for name in ("fixed scale", "a scale for each token"):
             out = Path(folder, name)
             make_onnx(source, out, "int8")
-            divergences[name] = divergence(floats, graph_logits(out / "model.onnx", ids, spec))
+            divergences[name] = divergence(
+                floats.astype(np.float32), graph_logits(out / "model.onnx", ids, spec)
+            )
             print(f"{name}: KL {divergences[name]:.3g} nats", flush=True)
             GraphWriter.product = (  # type: ignore[method-assign]
                 lambda self, x, y, *sources, is_normed=False: product(self, x, y, *sources)

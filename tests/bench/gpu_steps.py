@@ -173,7 +173,7 @@ class Child:
     def used_bytes(self) -> int:
         if not self.is_gpu:
             return 0
-        self.torch.cuda.init()
+        self.torch.cuda.init()  # type: ignore[no-untyped-call]
         free, total = self.torch.cuda.mem_get_info()
         return int(total - free)
 
@@ -222,12 +222,12 @@ class Child:
         for rows in decoding:
             for tokens in prompts:
                 pieces = [min(256, tokens - at) for at in range(0, tokens, 256)]
-                step = [self.row(slot, 1, self.context()) for slot in range(rows)]
+                step = [self.row(slot, 1, self.cached()) for slot in range(rows)]
                 step += [self.row(rows + at, count, 0) for at, count in enumerate(pieces)]
                 milliseconds = self.median_ms(partial(self.backend.step, step), rounds)
                 say(**{f"{rows} rows + {tokens} prompt tokens ms": milliseconds})
             for slot in range(rows, rows + 4):
-                self.backend.step([self.row(slot, self.context(), 0)])
+                self.backend.step([self.row(slot, self.cached(), 0)])
 
     def decode(self, rows: int, steps: int) -> None:
         """Milliseconds of a decode step by how tokens are drawn: launched, on the CPU stepped."""
@@ -253,7 +253,7 @@ class Child:
     def chain(self, rows: int, sampling: Any, steps: int) -> None:
         from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
-        cached, after = self.context(), None
+        cached, after = self.cached(), None
         for slot in range(rows):
             self.backend.truncate(slot, cached)
         for step in range(steps):
@@ -365,7 +365,7 @@ class Child:
         }
         import msgspec
 
-        buffer = self.backend._logits if self.is_gpu else None
+        buffer: Any = self.backend._logits if self.is_gpu else None
         sampler = self.backend._sampler if self.is_gpu else DeviceSampler(torch.device("cpu"))
         for name, sampling in kinds.items():
             shares = []

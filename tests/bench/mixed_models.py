@@ -37,7 +37,7 @@ from crossover.loadtests.cli.one_level import measure
 from crossover.loadtests.host.child_processes import Child, last_line
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.load_generator.level_messages import LoadPlan
-from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import read_records
 from crossover.reports.devices.device_capacity import DeviceCapacity

@@ -519,6 +519,7 @@ def large_bodies() -> dict[str, bytes]:
         "numbers": [1.0] * 490_000,
         "texts": ["a"] * 99_000,
     }
+    unknown_keys: dict[str, Any] = {f"k{number}": 1 for number in range(99_000)}
     bodies = {name: post(prompt=prompt, max_tokens=1) for name, prompt in prompts.items()}
     chat = "/v1/chat/completions"
     return bodies | {
@@ -533,7 +534,7 @@ def large_bodies() -> dict[str, bytes]:
         ),
         "biases": post(prompt="a", logit_bias={str(number): 1 for number in range(99_000)}),
         "stops": post(prompt="a", stop=["x" * 36] * 99_000),
-        "unknown keys": post(prompt="a", **{f"k{number}": 1 for number in range(99_000)}),
+        "unknown keys": post(prompt="a", **unknown_keys),
         "nested": post(raw=b'{"prompt":' + b"[" * 2000 + b"]" * 2000 + b"}"),
         "no JSON": post(raw=b"x" * size),
     }

@@ -113,8 +113,13 @@ async def under_fire(supervisor: Supervisor, port: int, number: int, rate: float
     while clock() < begun + MAX_SECONDS:
         await asyncio.sleep(max(0.0, due - clock()))
         due += 1 / rate
-        prompt = {"prompt": "Once upon a time there was a", "max_tokens": 12, "temperature": 0}
-        body = post(**prompt, ignore_eos=True, stream=len(tasks) % 2 == 0)
+        body = post(
+            prompt="Once upon a time there was a",
+            max_tokens=12,
+            temperature=0,
+            ignore_eos=True,
+            stream=len(tasks) % 2 == 0,
+        )
         tasks.append(asyncio.create_task(client.ask(body)))
         if fault is None and clock() - begun > BEFORE_SECONDS:
             await asyncio.sleep(0.4 / rate)  # not in step with the arrivals

@@ -12,7 +12,7 @@ import pytest
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from tests.bench.engine_child import EngineChild
-from tests.bench.paired import ratios
+from tests.bench.paired import Figures, ratios
 from tests.bench.peers import servers
 from tests.bench.peers.compare import LINES, Measured, Rows, requests_of, table
 from tests.bench.peers.conversations import Row, arm_of, best_of
@@ -106,8 +106,8 @@ def test_the_users_under_the_slo_are_those_below_the_first_level_that_misses_it(
 
 
 def test_a_ratio_leaves_out_rounds_that_did_not_measure() -> None:
-    ours = [{"x": 10.0}, {"x": 30.0}, {"x": None}]
-    theirs = [{"x": 5.0}, {"x": 10.0}, {"x": 1.0}]
+    ours: list[Figures] = [{"x": 10.0}, {"x": 30.0}, {"x": None}]
+    theirs: list[Figures] = [{"x": 5.0}, {"x": 10.0}, {"x": 1.0}]
     assert ratios(ours, theirs, "x") == [2.0, 3.0]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from crossover.loadtests.campaign import next_measurement
+from crossover.loadtests.campaign import cell_runner, next_measurement
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import resume, run
 from crossover.loadtests.campaign.progress import Progress
@@ -39,6 +39,8 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -229,7 +231,9 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
     assert len(of_kind(run_.events, LevelAbandoned)) == 2
 
 
-def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
+def test_what_a_run_knows_of_the_machine_and_the_engine(
+    tmp_path: Path, crossover: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """An engine killed in the middle of a level: that level is abandoned for this reason, and
     measured again with one engine.
     """
@@ -259,13 +263,7 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
     assert {one.prompt_tokens for one in requests if one.error is None} == {24}
     samples = [sample for sample in records.samples if sample.level in finished]
     assert all(sample.engine is not None and sample.engine.rss_bytes for sample in samples)
-    shown = subprocess.run(
-        [sys.executable, "-m", "crossover", "campaign", "show", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    shown = crossover("campaign", "show", str(folder))
     assert shown.returncode == 0 and "smollm2-135m-fake" in shown.stdout
     assert "complete" in shown.stdout and "\n  single stream: " in shown.stdout
 
@@ -308,7 +306,10 @@ def test_another_projects_engine_gets_the_same_requests_as_ours(tmp_path: Path) 
         assert seeds.get(one.level.rpartition("#")[2], one.plan.seed) == one.plan.seed
 
 
-def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_path: Path) -> None:
+def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_runner, "MAX_SERVER_STARTS", 2)
     with Progress(StringIO()) as progress:
         plan = with_engine("dies-after=3", backends="[]")
         with pytest.raises(Incomplete, match="Nothing was measured"):
@@ -318,4 +319,4 @@ def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_p
     died = "scripted ended (exit status 7: out of luck)"
     assert any(died in event.reason for event in of_kind(events, Interrupted))
     (skipped,) = of_kind(events, CellSkipped)
-    assert died in skipped.reason
+    assert died in skipped.reason and "interrupted 2 times" in skipped.reason

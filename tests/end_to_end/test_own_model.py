@@ -5,16 +5,16 @@ for and shared, all by the command line.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from crossover import cli
 from crossover.models.identity.model_ladder import packaged_file
 from tests.gguf_files import folder_of
+
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
 MODEL = "smollm2-135m-instruct"
 OWN = """
@@ -36,11 +36,11 @@ single_stream_seconds = 3
 """
 
 
-def crossover(*words: str | Path) -> str:
-    """What the command line prints, within this process."""
+def crossover(*words: str | Path) -> Result:
+    """A command line that ends well, within this process."""
     done = CliRunner().invoke(cli.app, [str(word) for word in words])
     assert done.exit_code == 0, f"{done.output}{done.exception}"
-    return done.stdout
+    return done
 
 
 @pytest.mark.timeout(300)
@@ -59,15 +59,12 @@ def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     if with_folder:
         models.append(str(folder_of(packaged, tmp_path / MODEL)))
     campaign.write_text(OWN.format(models=json.dumps(models), cache=tmp_path / "cache"))
-    command = [sys.executable, "-m", "crossover", "campaign", "run", campaign, "--out", runs]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    output = ran.stdout + ran.stderr
-    assert ran.returncode == 0, output
+    output = crossover("campaign", "run", campaign, "--out", runs).output
     assert "Mine-Q4_1-llama_cpp" in output
     assert (f"{MODEL}-int8-onnx" in output) is with_folder
     assert "requests go through the model's chat template" in output
     (folder,) = runs.iterdir()
-    answers = json.loads(crossover("report", folder, "--json"))["cells"]
+    answers = json.loads(crossover("report", folder, "--json").stdout)["cells"]
     names = ["Mine-Q4_1", MODEL] if with_folder else ["Mine-Q4_1"]
     assert [(one["model"], one["parameters"]) for one in answers] == [
         (name, 134_515_008) for name in names
@@ -76,10 +73,10 @@ def test_ones_own_file_and_folder_are_measured_reported_and_planned(
         assert one["state"] == "measured" and one["alone"]["ttft_seconds"] > 0
     file.unlink()  # the run knows its shape
     planned = json.loads(
-        crossover("plan", "--model", "Mine-Q4_1", "--rate", "0.1", "--run", folder, "--json")
+        crossover("plan", "--model", "Mine-Q4_1", "--rate", "0.1", "--run", folder, "--json").stdout
     )
     assert planned["model"] == "Mine-Q4_1" and planned["weight_format"] == "Q4_1"
     crossover("report", folder, "--share", tmp_path / "shared")
     shared = b"".join(one.read_bytes() for one in (tmp_path / "shared").iterdir())
     assert str(tmp_path).encode() not in shared and b"Mine" not in shared
-    assert '"parameters": 134515008' in crossover("report", tmp_path / "shared", "--json")
+    assert '"parameters": 134515008' in crossover("report", tmp_path / "shared", "--json").stdout

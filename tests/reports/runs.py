@@ -28,7 +28,7 @@ def run_folder(
     *,
     quicker: float = 1.0,
     most_tokens: tuple[int, int] = (128, 32),
-    budget: float = 2000,
+    budget: float = 1200,
 ) -> Path:
     """A campaign of a machine that reads 10 GB/s: 135M quick, 8B not even alone."""
     world = Simulated(policy=SETTINGS)

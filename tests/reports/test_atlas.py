@@ -26,6 +26,8 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "docs" / "atlas"
 RUNS = {"epyc-2-cores": "demo", "epyc-1-core": "llama-server", "xeon-16-cores-h200": "h200"}

@@ -20,6 +20,8 @@ from crossover.reports.report_data import CellData, ReportData, read_report
 from crossover.serving.capacity.binding_limit import sentence_of
 from tests.loadtests.campaign.simulated import Simulated, campaign
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 BASE, ROW, PROMPT = 0.1, 0.002, 0.0002  # seconds: many rows cost little more than one
 
 

@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from crossover import cli
@@ -19,6 +20,8 @@ from crossover.reports.render.json_and_csv import numbers
 from crossover.reports.render.markdown import markdown
 from crossover.reports.report_data import read_report
 from tests.reports.runs import shown
+
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
 RUNS = Path(__file__).parents[1] / "bench" / "runs" / "truth-sessions.tar.xz"
 NAME = "SmolLM2-135M-Instruct.Q4_1 on the CPU"

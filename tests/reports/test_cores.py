@@ -26,12 +26,15 @@ from crossover.reports.chart_style import svg
 from crossover.reports.errors import ReportError
 from crossover.reports.render.markdown import markdown
 from crossover.reports.report_data import Memory, ReportData, read_report
+from crossover.reports.sections import cores_section
 from crossover.reports.sections.all_sections import sections_of
 from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.simulated import Simulated, campaign, on_machine
 from tests.loadtests.capacity.known_server import SETTINGS
-from tests.reports.runs import shown
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
+DEMO = Path(__file__).parents[2] / "docs" / "results" / "demo"
 needs_two_cores = pytest.mark.skipif(len(allowed_cores()) < 2, reason="needs two cores")
 CORES = "[server]\ncores = [1, 2]"
 
@@ -143,9 +146,9 @@ def test_pods_request_what_was_measured() -> None:
 
 
 def test_other_runs_have_no_pods() -> None:
-    _, ladder, answers = shown()
-    assert pods_yaml(ladder) == "" and cells_by_cores(ladder) == []
-    assert "cores" not in {section.slug for section in sections_of(ladder, answers)}
+    demo = read_report(DEMO)
+    assert pods_yaml(demo) == "" and cells_by_cores(demo) == []
+    assert cores_section.cores(demo, ()) is None
 
 
 def test_the_campaign_keeps_a_single_number_as_it_was() -> None:

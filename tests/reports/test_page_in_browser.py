@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,15 @@ def test_the_address_restores_the_sliders_and_nonsense_in_it_is_the_run_s_slo(
     assert found["nonsense"]["moved"] == "This is the SLO of the run."
 
 
-@pytest.mark.parametrize(("scheme", "dark"), [(LIGHT, False), (DARK, True)])
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize(
+    ("width", "scheme", "dark"),
+    [
+        (390, LIGHT, False),
+        (1400, DARK, True),
+        pytest.param(390, DARK, True, marks=pytest.mark.slow),
+        pytest.param(1400, LIGHT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_wider_than_the_window(
     width: int, scheme: str, dark: bool, tmp_path: Path
 ) -> None:
@@ -141,7 +149,7 @@ def test_sliders_of_a_page_of_two_devices_move_each_by_itself(tmp_path: Path) ->
     assert columns[3][0] != columns[3][1] and columns[7][0] != columns[7][1]
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 def test_a_page_of_two_devices_is_no_wider_than_the_window(width: int, tmp_path: Path) -> None:
     found = seen(LAY_OUT, tmp_path, width=width, has_gpu=True)
     assert found["errors"] == [] and found["wide"] == []
@@ -149,6 +157,7 @@ def test_a_page_of_two_devices_is_no_wider_than_the_window(width: int, tmp_path:
     assert found["map"] <= found["window"] and found["text"] > 6.5
 
 
+@cache
 def pages() -> dict[str, str]:
     """Pages with all tables of plans, and one of sizes."""
     api = {"input": 0.15, "output": 0.6}

@@ -88,7 +88,7 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("share", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_beside_another_process_the_idle_machine_is_estimated_in_the_same_time(
     share: float, tmp_path: Path
 ) -> None:

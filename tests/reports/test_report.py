@@ -37,6 +37,8 @@ from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import short_run, shown, shown_page
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 RUN = CliRunner()
 
 

@@ -228,7 +228,7 @@ class _ShortPauses:
         await asyncio.sleep(min(seconds, 0.002))
 
 
-uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined]
+uvicorn.server.asyncio = _ShortPauses()  # type: ignore[assignment,attr-defined]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.serving.cli.test_serve import ROOT
 from tests.serving.fakes import ask, complete, wait_until
 
 
-@pytest.mark.parametrize("kind", ["a broken pipe", "closed"])
+@pytest.mark.parametrize("kind", ["a broken pipe", pytest.param("closed", marks=pytest.mark.slow)])
 def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -> None:
     ready_file = tmp_path / "folder" / "ready.json"
     ready_file.parent.mkdir()

@@ -33,7 +33,11 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from crossover.models.child_process import start_python
-from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
+from crossover.serving.engine.ipc_messages import (
+    CONFIG_VARIABLE,
+    RECEIVED_VARIABLE,
+    SOCKET_VARIABLE,
+)
 
 ROOT = Path(__file__).parents[2]
 ENGINE = "crossover.serving.engine.engine_loop"
@@ -91,9 +95,9 @@ class Forks:
         if json.loads(variables.get(CONFIG_VARIABLE, "{}")).get("backend") != "fake":
             return start_python(*arguments, environment=environment, **options)
         assert arguments == ("-m", ENGINE)
-        wire = dict.fromkeys([SOCKET_VARIABLE], options["pass_fds"][0])
+        wires = {name: int(variables[name]) for name in (SOCKET_VARIABLE, RECEIVED_VARIABLE)}
         output, end = os.pipe()
-        pid, status = self._start(f"{ENGINE}:main", (), variables, (end, end), wire)
+        pid, status = self._start(f"{ENGINE}:main", (), variables, (end, end), wires)
         os.close(end)
         return Fork(pid, status, output)
 

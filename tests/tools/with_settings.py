@@ -14,8 +14,8 @@ from crossover.serving.placement.placement_policy import PlacementRequest
 
 def engine_config(*values: Any, **given: Any) -> EngineConfig:
     """An engine's configuration; the keys of SchedulerSettings may be among the others."""
-    settings = SchedulerSettings(**_settings_in(given))
-    return EngineConfig(*values, settings=settings, **given)
+    given["settings"] = SchedulerSettings(**_settings_in(given))
+    return EngineConfig(*values, **given)
 
 
 def ladder_identity(spec: ModelSpec) -> ModelIdentity:

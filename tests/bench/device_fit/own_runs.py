@@ -43,7 +43,7 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     single_stream = simulation_of(service, EXPECTED_STEPS).unloaded()
     name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
     found, like = cell.capacity, cell.unit_rate
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             *(name, "capacity"),
             formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like),

@@ -190,9 +190,10 @@ def predicted_numbers(row: dict[str, str], step_times: StepTimeModel) -> dict[st
     lengths = lengths_of(row, count)
     due = np.zeros(count)
     if row["kind"] == "online":
-        due = np.cumsum(np.random.default_rng(100).exponential(1 / float(row["rate_per_s"]), count))
+        gaps = np.random.default_rng(100).exponential(1 / float(row["rate_per_s"]), count)
+        due[:] = np.cumsum(gaps)
     elif row["kind"] == "interactive":
-        due = np.arange(count) * 1e5
+        due[:] = np.arange(count) * 1e5
     simulated = _play(step_times, settings, due, lengths)
     if row["kind"] == "all_at_once":
         return {"throughput": float(lengths.output.sum() / simulated.e2e.max())}

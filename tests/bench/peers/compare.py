@@ -111,9 +111,13 @@ def row_text(row: Measured) -> str:
     head = f"{row.model:13} {row.streams:3} streams, round {row.round + 1}: {row.contestant:24}"
     if row.error:
         return f"{head} {row.error[:300]}"
-    found = "  ".join(f"{row.figures[key] * by:8.1f} {unit}" for key, unit, by in LINES)
+    found = "  ".join(f"{_text(row.figures[key], by):>8} {unit}" for key, unit, by in LINES)
     wrong = {key: row.figures[key] for key in ("failed", "cut") if row.figures[key]}
     return f"{head} {found}" + "".join(f"  {key} {count:.0f}" for key, count in wrong.items())
+
+
+def _text(value: float | None, scale: float) -> str:
+    return "-" if value is None else f"{value * scale:.1f}"
 
 
 def prompts(tokenizer_path: str, count: int, tokens: int, seed: int) -> list[str]:
@@ -388,4 +392,4 @@ def _cells(mine: Sequence[Measured], first: dict[int, dict[str, float | None]]) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,8 @@ import queue
 import sys
 import threading
 import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import uvicorn
@@ -24,10 +26,20 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 
-class OpenVino:
-    """`add` gives a handle, `step` the (handle, new tokens) of one step."""
+class Engine(Protocol):
+    def add(self, ids: Sequence[int], tokens: int) -> Any:
+        """Start a request of `tokens` output tokens; returns its handle."""
 
-    def __init__(self, folder, slots, context, threads):
+    def step(self) -> Iterator[tuple[Any, list[int]]]:
+        """Run one step; yields handles with their new tokens."""
+
+
+Deliver = Callable[[list[int]], object]
+Requests = queue.Queue[tuple[list[int], int, Deliver]]  # token ids, output tokens, who is told
+
+
+class OpenVino:
+    def __init__(self, folder: str, slots: int, context: int, threads: int) -> None:
         import openvino_genai
 
         self._library, self._ids = openvino_genai, 0
@@ -38,9 +50,9 @@ class OpenVino:
         config.enable_prefix_caching = False
         settings = {"INFERENCE_NUM_THREADS": threads}
         self._pipe = openvino_genai.ContinuousBatchingPipeline(folder, config, "CPU", settings)
-        self._running = []
+        self._running: list[Any] = []
 
-    def add(self, ids, tokens):
+    def add(self, ids: Sequence[int], tokens: int) -> Any:
         import openvino
 
         turn = self._library.GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
@@ -50,7 +62,7 @@ class OpenVino:
         self._running.append(handle)
         return handle
 
-    def step(self):
+    def step(self) -> Iterator[tuple[Any, list[int]]]:
         self._pipe.step()
         for handle in list(self._running):
             if handle.can_read():
@@ -60,9 +72,7 @@ class OpenVino:
 
 
 class OnnxRuntime:
-    """The same."""
-
-    def __init__(self, folder, slots, context, threads):
+    def __init__(self, folder: str, slots: int, context: int, threads: int) -> None:
         import onnxruntime_genai
 
         self._library = onnxruntime_genai
@@ -73,7 +83,7 @@ class OnnxRuntime:
         self._engine = onnxruntime_genai.Engine(onnxruntime_genai.Model(config))
         self._events = self._engine.create_event_buffer(4 * slots)
 
-    def add(self, ids, tokens):
+    def add(self, ids: Sequence[int], tokens: int) -> Any:
         most = self._library.RequestOptions()
         most.set_max_session_tokens(len(ids) + tokens)
         request = self._engine.create_request(options=most)
@@ -84,7 +94,7 @@ class OnnxRuntime:
         request.begin_turn(np.array(ids, np.int32), turn)
         return request
 
-    def step(self):
+    def step(self) -> Iterator[tuple[Any, list[int]]]:
         flags = self._library.EngineEventFlags
         for event in self._engine.run(self._events):
             event_flags = int(event.flags)
@@ -95,31 +105,36 @@ class OnnxRuntime:
                 event.request.close()
 
 
-def drive(engine, requests):
-    """Takes (ids, tokens, tell) from the queue `asked`; tells each request its new tokens."""
-    open_, handles = {}, {}  # by id of the handle: how it is told, and what it still has to get
+def drive(engine: Engine, requests: Requests) -> None:
+    """Take requests from the queue, and deliver the new tokens of each."""
+    open_: dict[int, tuple[Deliver, int]] = {}  # by id of the handle, with the tokens still to come
+    handles: dict[int, Any] = {}
     while True:
         while not open_ or not requests.empty():
             ids, tokens, deliver = requests.get()
             handle = engine.add(ids, tokens)
-            open_[id(handle)], handles[id(handle)] = [deliver, tokens], handle
+            open_[id(handle)] = deliver, tokens
+            handles[id(handle)] = handle
         for handle, found in engine.step():
-            if (one := open_.get(id(handle))) is not None:
-                one[0](found)
-                one[1] -= len(found)
-                if one[1] <= 0:
+            if id(handle) in open_:
+                deliver, left = open_[id(handle)]
+                deliver(found)
+                open_[id(handle)] = deliver, left - len(found)
+                if left <= len(found):
                     del open_[id(handle)], handles[id(handle)]
 
 
-def app(tokenizer, requests):
-    async def completions(request):
-        body, loop, new_tokens = await request.json(), asyncio.get_running_loop(), asyncio.Queue()
+def app(tokenizer: Tokenizer, requests: Requests) -> Starlette:
+    async def completions(request: Any) -> StreamingResponse:
+        body = await request.json()
+        loop = asyncio.get_running_loop()
+        new_tokens: asyncio.Queue[list[int]] = asyncio.Queue()
         ids, tokens = tokenizer.encode(body["prompt"]).ids, body["max_tokens"]
         requests.put(
             (ids, tokens, lambda new: loop.call_soon_threadsafe(new_tokens.put_nowait, new))
         )
 
-        async def events():
+        async def events() -> AsyncIterator[str]:
             left = tokens
             while left > 0:
                 new = await new_tokens.get()
@@ -132,24 +147,28 @@ def app(tokenizer, requests):
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def health(_):
+    async def health(_: Any) -> PlainTextResponse:
         return PlainTextResponse("ok")
 
     ways = [Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)]
     return Starlette(routes=ways)
 
 
-def event(**fields):
+def event(**fields: object) -> str:
     return f"data: {json.dumps(fields)}\n\n"
 
 
-def main():
+def main() -> None:
     kind, folder, port, slots, context, *cores = sys.argv[1:]
     engine_cores, http_cores = ([int(core) for core in each.split(",")] for each in cores)
-    kinds = {"openvino-genai": OpenVino, "onnxruntime-genai": OnnxRuntime}
-    requests, loaded = queue.Queue(), threading.Event()
+    kinds: dict[str, Callable[[str, int, int, int], Engine]] = {
+        "openvino-genai": OpenVino,
+        "onnxruntime-genai": OnnxRuntime,
+    }
+    requests: Requests = queue.Queue()
+    loaded = threading.Event()
 
-    def work():
+    def work() -> None:
         try:
             os.sched_setaffinity(0, engine_cores)  # threads that the engine starts take it over
             engine = kinds[kind](folder, int(slots), int(context), len(engine_cores))

@@ -252,9 +252,10 @@ def started(contestant: Contestant, setup: Setup, log: Path) -> Iterator[Server]
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        for one in (*below, process):
+        for child in below:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()  # vLLM's engine outlives its server
+                child.kill()  # vLLM's engine outlives its server
+        process.kill()
         process.wait()
 
 

@@ -24,7 +24,9 @@ def check_folder(folder: Path) -> None:
     ended = [e.level for e in run.events if isinstance(e, LevelFinished | LevelAbandoned)]
     assert len(ended) == len(set(ended)) and set(ended) >= set(names)
     levels = levels_of(run)
-    numbers = [level.name.rpartition(".")[0] for level in levels if not level.is_set_aside]
+    # A burst is sent again where other processes took much of the first one.
+    counted = [level for level in levels if not level.is_set_aside and not level.is_burst]
+    numbers = [level.name.rpartition(".")[0] for level in counted]
     assert len(numbers) == len(set(numbers)), "no level was measured twice"
     assert all(level.is_whole for level in levels), "nothing twice, nothing lost"
 

@@ -282,17 +282,24 @@ class Bench(ServerBench):
 
     def _conversations(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         """As the load generator has them: at a rate, or one after the other without thinking."""
-        campaign, named = self.state.campaign, {"cell": self.state.key, "level": name}
+        campaign = self.state.campaign
         assert isinstance(server, KnownServer)
         seconds = plan.duration_seconds
         if plan.rate is None:
             sessions = draw_sessions(campaign.workload, plan.requests or 1, plan.seed)
-            most = plan.requests
-            return server.converse([], sessions, thinks=False, most=most, until=seconds, **named)
+            return server.converse(
+                [],
+                sessions,
+                thinks=False,
+                most=plan.requests,
+                until=seconds,
+                cell=self.state.key,
+                level=name,
+            )
         rate = plan.rate / mean_turns_of(campaign.workload)
         begins = due_times(campaign.arrivals, rate, seconds, plan.seed).tolist()
         sessions = draw_sessions(campaign.workload, len(begins), plan.seed)
-        return server.converse(begins, sessions, until=seconds, **named)
+        return server.converse(begins, sessions, until=seconds, cell=self.state.key, level=name)
 
     def _one_by_one(self, server: Serves, name: str, plan: LevelPlan) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []

@@ -144,7 +144,7 @@ def test_an_engine_that_has_been_installed_is_measured_by_resume(
     assert started and of_kind(events, Calibrated, skipped.cell)
 
 
-@pytest.mark.parametrize("starts", [1, 2])
+@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cell_has_the_time_of_an_estimate_though_the_one_before_took_all_of_the_budget(
     tmp_path: Path, starts: int
 ) -> None:

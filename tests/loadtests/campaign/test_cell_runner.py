@@ -15,6 +15,7 @@ from crossover.loadtests.campaign.next_measurement import (
     next_measurement,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.capacity.capacity_text import disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import (
     Calibrated,
@@ -42,6 +43,7 @@ from crossover.serving.capacity.simulated_capacity import (
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
+from tests.loadtests.capacity import few_requests
 from tests.loadtests.capacity.known_server import KnownServer
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
@@ -217,7 +219,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_print_what_that_takes(
     assert "no cell is left to confirm" in world.output.getvalue()
 
 
-@pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("budget", [30.0, 100.0, pytest.param(300.0, marks=pytest.mark.slow)])
 def test_the_budget_is_kept(tmp_path: Path, budget: float) -> None:
     world = Simulated()
     plan = campaign(budget, models='["135m", "360m"]')
@@ -238,7 +240,14 @@ def test_a_machine_of_two_speeds_has_both_in_its_interval(tmp_path: Path) -> Non
     assert rates(folder)[1] < rates(folder)[0]
 
 
-@pytest.mark.parametrize(("share", "most_seconds"), [(0.1, 240), (0.25, 240), (0.5, 300)])
+@pytest.mark.parametrize(
+    ("share", "most_seconds"),
+    [
+        pytest.param(0.1, 240, marks=pytest.mark.slow),
+        (0.25, 240),
+        pytest.param(0.5, 300, marks=pytest.mark.slow),
+    ],
+)
 def test_beside_another_process_the_machine_alone_is_estimated_in_the_normal_time(
     tmp_path: Path, share: float, most_seconds: float
 ) -> None:
@@ -259,6 +268,59 @@ def test_beside_another_process_the_machine_alone_is_estimated_in_the_normal_tim
     output = world.output.getvalue()
     assert "is of this machine alone. As busy as it was" in output
     assert "`hog` (pid 7) took" in output
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_beside_another_process_a_calibration_takes_the_time_that_it_was_given(
+    tmp_path: Path, share: float
+) -> None:
+    """As for `crossover quick`. Its bursts take longer there, and waiting for the process to end is
+    of no use: it has been there since the first request."""
+    world = Simulated(base=0.05, row=0.01, prompt=0.002, hog=(0.0, 1e9), hog_share=share)
+    plan = campaign(40.5, search="confirm = 0\nsingle_stream_seconds = 15.0", ttft=5.0)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    assert found_in(folder).estimated_rate
+    assert world.now < 60
+
+
+def test_single_requests_that_miss_the_slo_because_of_another_process_take_no_further_time(
+    tmp_path: Path,
+) -> None:
+    """The machine alone meets it, as the times without what was taken show."""
+    world = Simulated(prompt=0.01, hog=(0.0, 1e9), hog_share=0.5)
+    folder = world.run(campaign(40.5, search="confirm = 0", ttft=1.4), tmp_path)
+    check_folder(folder)
+    single_streams = [one for one in started(folder) if one.plan.is_single_stream]
+    assert len(single_streams) == 1 and found_in(folder).estimated_rate
+
+
+def test_a_process_that_came_after_the_single_requests_widens_the_interval_too(
+    tmp_path: Path,
+) -> None:
+    """A burst is sent again, to see whether the process has ended, only while there is time."""
+    world = Simulated(base=0.05, row=0.01, prompt=0.002, hog=(21.0, 1e9), hog_share=0.5)
+    plan = campaign(40.5, search="confirm = 0\nsingle_stream_seconds = 15.0", ttft=5.0)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    assert world.now < 75
+    found = found_in(folder)
+    assert found.taken_share and found.estimated_rate and found.busy_rate
+    assert found.busy_rate < found.estimated_rate
+    assert "is of this machine alone" in world.output.getvalue()
+
+
+def test_without_step_times_the_capacity_is_of_the_machine_as_busy_as_it_was(
+    tmp_path: Path,
+) -> None:
+    world = Simulated(chunk=4, hog=(0.0, 1e9), hog_share=0.25)
+    folder = world.run(campaign(900), tmp_path)
+    check_folder(folder)
+    found = found_in(folder)
+    assert found.method == "levels" and found.confirmed_rate
+    assert found.taken_share == pytest.approx(0.25, abs=0.02)
+    words = disturbance_words(found)
+    assert words.startswith("The capacity is of this machine as busy as it was: other processes")
 
 
 def test_a_level_that_missed_while_disturbed_is_repeated_once_within_the_budget(
@@ -344,13 +406,25 @@ def test_what_the_model_says_is_missed_is_sent_alone_before_it_is_called_missed(
     assert [level.is_single_stream for level in progress] == [True], "it is no load of the workload"
 
 
+def test_of_requests_that_were_sent_alone_beside_another_process_only_its_part_is_left_out(
+    tmp_path: Path,
+) -> None:
+    world = serving_long_prompts(cost=1.0)
+    world.hog, world.hog_share = (0.0, 1e9), 0.2  # of the times of that server
+    found = found_in(world.run(a_tenth_of_prompts_is_long(0.8 * 1.5), tmp_path))
+    assert found.is_none and found.reason.endswith("s), without what other processes took")
+
+
 def _record_of(folder: Path) -> tuple[list[Event], Campaign, Cell, list[Level]]:
     run = read_records(folder)
     plan, (cell,) = campaign_of(run.manifest)
     return run.events, plan, cell, levels_of(run)
 
 
-def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(tmp_path: Path) -> None:
+def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_requests, "FEW_REQUESTS", 1_000)  # a tenth of fewer varies too much
     world = serving_long_prompts(cost=0.4)
     folder = world.run(a_tenth_of_prompts_is_long(1.42), tmp_path)
     check_folder(folder)
@@ -466,14 +540,14 @@ def test_the_server_is_started_again_with_the_slots_that_carry_more(tmp_path: Pa
     made = of_kind(events, Calibrated)
     assert [one.server and one.server.settings.slots for one in made] == [16, choice.slots]
     found = found_in(folder)
-    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.15)
+    assert found.estimated_rate == pytest.approx(choice.rate, rel=0.25)
     assert found.confirmed_rate is not None and found.confirmed_rate > choice.previous_rate
     assert f"{choice.slots} slots" in world.output.getvalue()
     truth = ServerModel(
         StepTimeModel(base_seconds=0.1, row_seconds=0.002, prompt_token_seconds=0.0002),
         SchedulerSettings(slots=choice.slots, step_tokens=2048, step_seconds_target=None),
-    ).capacity(Demand(plan.campaign.workload), plan.campaign.slo)
-    assert truth.rate == pytest.approx(choice.rate, rel=0.15), "the gain is real"
+    ).simulated(Demand(plan.campaign.workload))
+    assert truth.crossing(plan.campaign.slo) == pytest.approx(choice.rate, rel=0.15), "a real gain"
 
 
 def test_fewer_slots_are_chosen_where_more_rows_miss_the_slo(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, max_concurrent_streams
+from crossover.loadtests.records.journal_events import Disturbance
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import Slo
@@ -208,6 +209,38 @@ def test_disturbed_bursts_are_sent_again():
     made = calibrated(server)
     assert len(server.sent_bursts) == 4 and made.reason == ""
     assert made.step_times.row_seconds == pytest.approx(STEP_TIMES.row_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_a_process_that_runs_in_bursts_interrupts_steps_and_leaves_the_step_times(seconds):
+    """It runs half of the time, and takes half of the core meanwhile: a third of all CPU time."""
+    spent = {"own": 0.0, "whole": 0.0}
+
+    def steps(*counts):
+        own = STEP_TIMES.seconds(*counts)
+        is_beside = server.now % (2 * seconds) < seconds
+        spent["own"] += own
+        spent["whole"] += own * (1 + is_beside)
+        return own * (1 + is_beside)
+
+    server = KnownServer(steps)
+
+    def without_others(level):
+        share = 1 - spent["own"] / spent["whole"]
+        spent.update(own=0.0, whole=0.0)
+        disturbance = Disturbance(share=share, is_disturbed=True, is_corrected=True, counts=True)
+        finished = msgspec.structs.replace(level.finished, disturbance=disturbance)
+        return msgspec.structs.replace(level, finished=finished).undisturbed
+
+    single_streams = without_others(
+        server.level([float(9 * n) for n in range(6)], [200] * 6, [40] * 6)
+    )
+    made = calibrate(lambda burst: without_others(server(burst)), CHAT, 8, 20.0, [single_streams])
+    assert made.reason == "" and len(server.sent_bursts) == 2
+    for rows, prompt_tokens in ((1, 0), (8, 0), (0, 200)):
+        found = made.step_times.seconds(rows, prompt_tokens, 100 * rows)
+        own = STEP_TIMES.seconds(rows, prompt_tokens, 100 * rows)
+        assert found == pytest.approx(own, rel=0.15), (rows, prompt_tokens)
 
 
 def test_one_slot_needs_no_burst():

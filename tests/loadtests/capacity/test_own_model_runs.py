@@ -23,7 +23,6 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.workload.request_lengths import Workload
 
 ARCHIVE = Path(__file__).parents[2] / "bench" / "runs" / "own-model.tar.xz"
-CAMPAIGNS = ("185142", "190634")
 CAPACITY = 22.5 / 60  # requests/s
 
 
@@ -50,7 +49,7 @@ def campaign_in(folder: Path) -> tuple[RunRecords, Sequence[Level], ServerModel,
     return run, levels, server, Demand(workload), slo
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", ["185142", pytest.param("190634", marks=pytest.mark.slow)])
 def test_a_real_model_s_capacity_is_within_15_percent_and_in_the_interval(
     folder: Path, name: str
 ) -> None:

@@ -24,6 +24,8 @@ from crossover.serving.capacity.slo import SLO_PRESETS, Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+
 # As SmolLM2-135M on two cores: its longest prompts take 1.6 s of the 2 s alone.
 STEP_TIMES = StepTimeModel(
     base_seconds=0.0075,
@@ -86,7 +88,7 @@ def test_no_other_slo_is_named_where_it_would_not_help(changes: dict[str, object
     assert advice(found_of(STRICT, **changes), SERVER, LONG, STRICT) == ""
 
 
-@pytest.mark.parametrize("rate", [None, 0.0])
+@pytest.mark.parametrize("rate", [None, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_where_no_rate_meets_the_slo_one_is_named_under_which_some_do(rate: float | None) -> None:
     slow = SERVER.slower(3.0)
     assert slow.capacity(LONG, STRICT, 500).rate == 0.0
@@ -102,7 +104,9 @@ def test_where_no_rate_meets_the_slo_one_is_named_under_which_some_do(rate: floa
     factor = {"half": 1 / 2, "a quarter": 1 / 4, "an eighth": 1 / 8}[words]
     lengths = slow.simulated(LONG).lengths
     prompt = np.maximum(np.ceil(factor * lengths.prompt), 1).astype(np.int64)
-    shorter = Server(slow.step_times, SETTINGS, msgspec.structs.replace(lengths, prompt=prompt))
+    shorter = Server(
+        slow.step_times, SETTINGS, msgspec.structs.replace(lengths, prompt=prompt), count=500
+    )
     assert shorter.capacity(STRICT).rate > 0
 
 

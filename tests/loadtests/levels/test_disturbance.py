@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossover.loadtests.levels.disturbance import disturbance_in_words, disturbance_of, is_slight
+from crossover.loadtests.levels.disturbance import disturbance_in_words, disturbance_of
 from crossover.loadtests.records.journal_events import Disturbance
 from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 
@@ -87,13 +87,6 @@ def test_what_cannot_be_read_is_none() -> None:
     found = found_in(CoresSample(seconds=1.0, other_processes_seconds=0.4))
     assert found.share is None and not found.is_disturbed
     assert found_in(part(steal_seconds=None, throttled_seconds=0.1)).is_disturbed
-
-
-def test_a_tenth_is_slight() -> None:
-    some = part(work_seconds=0.94, stalled_seconds=0.06, other_processes_seconds=0.06)
-    much = part(work_seconds=0.4, stalled_seconds=0.6, other_processes_seconds=0.6)
-    assert found_in(some).is_disturbed and is_slight(found_in(some))
-    assert not is_slight(found_in(much))
 
 
 def test_it_names_who_took_most() -> None:

@@ -366,6 +366,31 @@ def test_costs_over_years_follow_the_growth() -> None:
             {"machines": [{"device": "NVIDIA L4", "owned": 0, "spot_dollars_per_hour": 2}]},
             "machines[0].spot_dollars_per_hour: $2.00/h must be below the price by the hour, $0.80",
         ),
+        (
+            {"devices": [], "prices": {"NVIDIA L4": 0.5, "nvidia l4": 0.6}},
+            "prices.nvidia l4 = 0.6 contradicts 0.5, which is given for NVIDIA L4 too",
+        ),
+        (
+            {
+                "devices": [],
+                "prices": {"NVIDIA L4": 0.6},
+                "machines": [{"device": "NVIDIA L4", "owned": 0, "dollars_per_hour": 0.5}],
+            },
+            "machines[0]: dollars_per_hour = 0.5 contradicts prices.NVIDIA L4 = 0.6",
+        ),
+        (
+            {
+                "devices": [],
+                "machines": [{"device": "NVIDIA L4", "owned": 0}, {"device": "nvidia l4"}],
+            },
+            "machines[1] is nvidia l4, as machines[0] is. Leave one of them out",
+        ),
+        (
+            {"machines": [{"device": "NVIDIA L4", "name": "A"}, {"file": "b", "name": "A"}]},
+            "machines[1].name = 'A' is the name of machines[0] too",
+        ),
+        ({"model": ""}, "model must be the name or the path of a model, got ''"),
+        ({"slo": ""}, "SLO preset '' does not exist"),
     ],
 )
 def test_a_price_that_is_missing_or_contradicts_another_is_refused_by_name(
@@ -389,6 +414,52 @@ def test_what_is_not_known_of_a_cost_is_named_and_never_taken_for_free() -> None
         "exact (idle_watts); hosting of exact (hosting_dollars_per_month)." in text
     )
     assert "Nobody measured whether it meets the SLO." in text
+
+
+def test_a_machine_that_is_rented_costs_its_rent_and_one_that_is_paid_its_energy() -> None:
+    def dollars_of(**keys: object) -> float | None:
+        machines = [{"device": "NVIDIA L4", "watts": 100.0, **keys}]
+        question = question_with(devices=[], machines=machines, prices={"NVIDIA L4": 0.5})
+        choice = make_plan(question, candidates_of(question)).choice
+        assert choice is not None and choice.kind == "as it is"
+        return choice.dollars
+
+    assert dollars_of(is_paid=False) == pytest.approx(0.5 * HOURS_A_MONTH)
+    paid = dollars_of(is_paid=True)
+    assert paid and paid < 0.1 * HOURS_A_MONTH * 0.15
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1e-3])
+def test_however_few_the_requests_they_take_a_machine(rate: float) -> None:
+    choice = make_plan(question_with(rate), [EXACT]).choice
+    assert choice is not None and choice.machines == 1
+    assert choice.dollars == pytest.approx(0.5 * HOURS_A_MONTH)
+
+
+def test_a_few_cents_are_not_written_as_free() -> None:
+    owned = priced(EXACT, owned=1, dollars_per_hour=None)
+    made = make_plan(question_with(0.01), [owned])
+    assert made.choice is not None and 0 < (made.choice.dollars or 0.0) < 0.5
+    assert "* your machine as it is yes 1 <$1" in text_of(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slo", "ttft=2,ttft=3"], "--slo 'ttft=2,ttft=3': ttft is given twice"),
+        (["--slo", ""], "--slo SLO preset '' does not exist"),
+        (["--price", "3"], "--price 3 needs --run"),
+    ],
+)
+def test_an_option_that_contradicts_itself_is_refused(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "1b", "--rate", "1", *words])
+    assert message in str(done.exception)
+
+
+def test_the_slo_of_a_plan_may_be_limits() -> None:
+    words = ["--model", "1b", "--rate", "1", "--device", "NVIDIA L4", "--slo", "ttft=3,tpot=0.1"]
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert "first token within 3 s, then 100 ms a token" in " ".join(done.stdout.split())
 
 
 def test_machines_of_the_same_name_keep_their_own_prices(tmp_path: Path) -> None:

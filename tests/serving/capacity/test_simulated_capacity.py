@@ -112,7 +112,7 @@ def test_a_rate_is_judged_alike_whether_or_not_the_simulation_stops_early(worklo
     assert verdicts[0] and not verdicts[-1] and not stopping.played, "overload is not played on"
 
 
-@pytest.mark.parametrize("factor", [0.7, 1.6])
+@pytest.mark.parametrize("factor", [pytest.param(0.7, marks=pytest.mark.slow), 1.6])
 @pytest.mark.parametrize(
     "settings",
     [SchedulerSettings(slots=8, step_seconds_target=None), POLICY],

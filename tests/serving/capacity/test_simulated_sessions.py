@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity import simulated_capacity
 from crossover.serving.capacity.batching_simulator import simulate
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -166,9 +167,9 @@ def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_s
     ("kind", "stored_tokens", "gap_seconds", "found_share"),
     [
         ("any prefix", 1000, 12.0, 0.6),
-        ("any prefix", 5000, 8.0, 0.7),
+        pytest.param("any prefix", 5000, 8.0, 0.7, marks=pytest.mark.slow),
         ("checkpoints", 1500, 16.0, 0.5),
-        ("checkpoints", 8000, 16.0, 0.6),
+        pytest.param("checkpoints", 8000, 16.0, 0.6, marks=pytest.mark.slow),
     ],
 )
 def test_the_prompt_cache_is_the_engines_own(kind, stored_tokens, gap_seconds, found_share):
@@ -296,3 +297,52 @@ def test_limits_of_the_whole_answer_and_of_the_answer_itself_are_simulated() -> 
         "ttfa", ttft_seconds=9.0, tpot_seconds=9.0, ttfa_seconds=float(thinking.ttfa[0]) * 0.99
     )
     assert not slo.met_by(thinking).any() and slo.met_by(plain).all()
+
+
+# A queue of one server in which every turn takes 1 s: 10 steps of 0.1 s, and no batching.
+ONE_BY_ONE = StepTimeModel(
+    base_seconds=0.1, row_seconds=0.0, prompt_token_seconds=0.0, context_token_seconds=0.0
+)
+
+
+def one_by_one(count: int, think_seconds: float = 60.0) -> Server:
+    settings = SchedulerSettings(slots=1, context_tokens=4096)
+    think = Spread(mean=think_seconds, min=1, max=10 * think_seconds, kind="exponential")
+    workload = Workload(
+        prompt_tokens=20,
+        output_tokens=10,
+        turns=Spread(mean=4, sd=2, min=1, max=8),
+        think_seconds=think,
+        turn_tokens=20,
+    )
+    lengths = lengths_of(workload, 2_000, 1, reuse=NO_REUSE)
+    return Server(ONE_BY_ONE, settings, lengths, count=count)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_capacity_for_conversations_is_that_of_the_queue(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of many users who think for long come like a Poisson process, so this is an M/D/1
+    queue. At a load of 0.80, 10 % of its requests wait for longer than 5 s."""
+    monkeypatch.setattr(simulated_capacity, "SEED", seed)
+    slo = Slo("patient", ttft_seconds=5.1, tpot_seconds=1.0, target=0.9)
+    assert one_by_one(10_000, think_seconds=600.0).crossing(slo) == pytest.approx(0.80, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_come_at_the_rate_that_is_simulated(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of conversations that are drawn at random, a thousand turns are up to 10 % more or fewer."""
+    monkeypatch.setattr(simulated_capacity, "SEED", seed)
+    counted_share = 1 - simulated_capacity.CONVERSATION_WARM_UP - simulated_capacity.COOL_DOWN
+    turns = len(one_by_one(1_000).play(0.2).due)
+    assert turns == pytest.approx(counted_share * 1_000, rel=0.03)
+
+
+def test_more_turns_are_simulated_of_more_users() -> None:
+    """From turn to turn it takes 45.3 s: 1 s to answer and 44.3 s to think, on average."""
+    server = one_by_one(1_000)
+    turns = [server._seconds(rate) * rate for rate in (0.2, 4.0, 40.0)]
+    assert turns == pytest.approx([1_000, 10 * 45.3 * 4.0, 3_000], rel=0.01)

@@ -4,7 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.serving.capacity.step_time_model import COEFFICIENTS, StepObservation, fit_step_times
+from crossover.serving.capacity.step_time_model import (
+    COEFFICIENTS,
+    StepObservation,
+    fit_step_times,
+    without_interruptions,
+)
 from crossover.serving.errors import WorkloadError
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SERVER_STEPS, STEP_TIMES
 
@@ -59,6 +64,27 @@ def test_the_error_is_that_of_what_was_left_out():
     found = fit_step_times(seen(STEP_TIMES, 400, noise=0.1))
     assert found.error == pytest.approx(0.1, rel=0.15)
     assert not fit_step_times(seen(STEP_TIMES, 400, noise=0.4)).fits
+
+
+def test_what_was_taken_is_counted_for_the_steps_that_were_interrupted():
+    """Every third step takes twice as long. Of its time as much is taken as of the others', since
+    only what was taken from all of them is known."""
+    own = seen(STEP_TIMES, noise=0.02)
+    whole = [one.seconds * (2 if i % 3 == 0 else 1) for i, one in enumerate(own)]
+    kept = sum(one.seconds for one in own) / sum(whole)
+    shortened = [
+        msgspec.structs.replace(one, seconds=kept * seconds, taken_seconds=(1 - kept) * seconds)
+        for one, seconds in zip(own, whole, strict=True)
+    ]
+    model = fit_step_times(shortened)
+    assert model.row_seconds < 0.9 * STEP_TIMES.row_seconds
+    found = without_interruptions(model, shortened)
+    assert sum(one.seconds for one in found) == pytest.approx(sum(one.seconds for one in own))
+    fitted = fit_step_times(found)
+    for name in ("row_seconds", "prompt_token_seconds"):
+        assert getattr(fitted, name) == pytest.approx(getattr(STEP_TIMES, name), rel=0.1), name
+    assert fitted.error is not None and fitted.error < 0.05, "by the steps that were left alone"
+    assert without_interruptions(model, own) == own, "nothing was taken"
 
 
 def test_a_coefficient_seen_in_one_step_is_not_tested_on_that_step():

@@ -16,6 +16,7 @@ import pytest
 from crossover.models.text.tokenizer import load_tokenizer
 from crossover.serving.engine.ipc_messages import (
     CONFIG_VARIABLE,
+    RECEIVED_VARIABLE,
     SOCKET_VARIABLE,
     Cancel,
     Delta,
@@ -47,16 +48,18 @@ class Child:
             backend="fake", model_path="", model_name="fake", tokenizer_path=tokenizer, **changes
         )
         self.socket, theirs = socket.socketpair()
+        self.received = os.eventfd(0)
         self._log = tempfile.TemporaryFile("w+")
         environment = {
             **os.environ,
             CONFIG_VARIABLE: msgspec.json.encode(config).decode(),
             SOCKET_VARIABLE: str(theirs.fileno()),
+            RECEIVED_VARIABLE: str(self.received),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "crossover.serving.engine.engine_loop"],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), self.received],
             stderr=self._log,
         )
         theirs.close()
@@ -86,6 +89,7 @@ class Child:
 
     def close(self) -> None:
         self.socket.close()
+        os.close(self.received)
         self.process.kill()
         self.process.wait()
         self._log.close()

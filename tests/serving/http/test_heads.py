@@ -57,7 +57,7 @@ def test_a_head_has_a_bound(size: int, status: int) -> None:
 
 
 def test_pipelined_requests_are_all_answered_in_order() -> None:
-    count = 20_000
+    count = 5_000
     with (
         served(app_on(FakeSupervisor())) as port,
         socket.create_connection(("127.0.0.1", port), timeout=60) as connection,

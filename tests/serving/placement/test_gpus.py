@@ -94,7 +94,7 @@ def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
 
 def test_an_engine_sees_only_its_gpu() -> None:
     def seen(**settings: Any) -> dict[str, str]:
-        found = environment(EngineConfig("fake", "", "m", **settings), 3)
+        found = environment(EngineConfig("fake", "", "m", **settings), {})
         json.loads(found[CONFIG_VARIABLE])
         return {key: value for key, value in found.items() if "VISIBLE_DEVICES" in key}
 

@@ -13,6 +13,7 @@ from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import EngineFailed, Overloaded
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.choose_engine import Histories, as_history
+from crossover.serving.supervisor.engine_process import EngineProcess
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 from tests.serving.children import LONG, collect, kinds, next_of, run, running, truth, until
 
@@ -137,10 +138,43 @@ def test_what_killed_two_engines_is_not_started_a_third_time(
         async with running(*configs, side_by_side=True) as supervisor:
             poison = supervisor.submit(GenerationRequest([1], LONG, ignore_eos=True, whole=True))
             for deaths in (1, 2):  # wherever it runs
+                await until(lambda: poison.produced > 0)
                 assert poison.engine is not None and poison.engine.pid is not None
                 os.kill(poison.engine.pid, signal.SIGKILL)
                 await until(lambda deaths=deaths: supervisor.deaths.total() == deaths)  # type: ignore[misc]
             assert (await collect(poison)).finish == "error" and supervisor.state == "ready"
+
+    run(scenario())
+
+
+def test_the_death_of_an_engine_that_never_read_a_request_is_not_one_of_the_request(
+    config: Callable[..., EngineConfig], tokenizer_path: str
+) -> None:
+    """Stopped engines read nothing, as dead ones whose end has not been noticed yet."""
+
+    def kill(engine: EngineProcess | None, number: int = signal.SIGKILL) -> None:
+        assert engine is not None and engine.pid is not None
+        os.kill(engine.pid, number)
+
+    async def scenario() -> None:
+        async with running(config(), config(), config(), side_by_side=True) as supervisor:
+            for pid in supervisor.pids:
+                os.kill(pid, signal.SIGSTOP)
+            request = GenerationRequest([4, 5, 6], LONG, ignore_eos=True, whole=True)
+            stream = supervisor.submit(request)
+            first = stream.engine
+            kill(first)
+            await until(lambda: stream.engine is not first)
+            second = stream.engine
+            kill(second, signal.SIGCONT)
+            await until(lambda: stream.produced > 0)
+            kill(second)  # the one death that may be the request's doing
+            await until(lambda: stream.engine is not second)
+            third = stream.engine
+            assert len({first, second, third}) == 3
+            kill(third)
+            assert (await collect(stream)).text == truth(tokenizer_path, [4, 5, 6], LONG)
+            assert supervisor.deaths.total() == 3
 
     run(scenario())
 
