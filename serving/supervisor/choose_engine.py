@@ -31,6 +31,7 @@ class Histories:
     """The prompts that one engine got last, without what a chat template adds at their ends."""
 
     def __init__(self) -> None:
+        self.last_request = 0  # the number of the last request that the engine got; 0: none
         # Each with its cache salt.
         self._prompts: deque[tuple[str, bytes]] = deque(maxlen=MAX_HISTORIES)
 

@@ -188,22 +188,25 @@ class InflightRequests(AdmissionController):
                 return
             engine = engines[0]
             if self.max_engines > 1:
-                engine = self._engine_with_history(stream.request, engines)
+                engine = self._engine_with_history(stream, engines)
             self._give(stream, engine)
 
     def _engine_with_history(
-        self, request: ipc.GenerationRequest, engines: Sequence[EngineProcess]
+        self, stream: Stream, engines: Sequence[EngineProcess]
     ) -> EngineProcess:
         """Return the engine that has the conversation of a request, else the one with the most free
-        slots, and remember that it gets this prompt."""
-        history, salt = as_history(request.prompt), request.cache_salt
+        slots, and remember that it gets this prompt. Of several such engines, the one that got no
+        request for longest: otherwise the caches of the others would stay empty at low load."""
+        history, salt = as_history(stream.request.prompt), stream.request.cache_salt
         chosen = max(
             engines,
             key=lambda engine: (
                 self._histories[engine].continued_by(history, salt),
                 engine.free_slots,
+                -self._histories[engine].last_request,
             ),
         )
+        self._histories[chosen].last_request = stream.id
         if chosen.config.prefix_reuse:
             self._histories[chosen].add(history, salt)
         return chosen

@@ -293,6 +293,22 @@ def test_a_conversation_that_cannot_be_reused_is_no_reason_to_choose_an_engine(
     run(scenario())
 
 
+def test_requests_one_after_the_other_use_the_slots_of_all_engines(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=2), config(slots=2), side_by_side=True) as supervisor:
+            chosen = []
+            for n in range(4):
+                stream = supervisor.submit(GenerationRequest([n] * 40, 2, ignore_eos=True))
+                await collect(stream)
+                chosen.append(stream.engine)
+            first, second = supervisor.requests.engines
+            assert chosen == [first, second, first, second]
+
+    run(scenario())
+
+
 def test_a_shared_beginning_is_no_conversation() -> None:
     histories = Histories()
     system = list(range(100, 164))
