@@ -333,7 +333,7 @@ class _DueTurns(NamedTuple):
 
     session: Whole  # the conversation of each
     number: Whole  # of the turn in it, from 0
-    index: Whole  # of the turn in Lengths
+    drawn: Whole  # index of the turn in Lengths
     times: Array  # when it is due
 
 
@@ -700,8 +700,8 @@ class Server:
         session = np.repeat(np.arange(len(due)), turn_counts)
         turns_before = np.cumsum(turn_counts) - turn_counts
         number = np.arange(len(session)) - turns_before[session]
-        index = first_turns[source][session] + number
-        return _DueTurns(session, number, index, due[session] + self._offsets[index])
+        drawn = first_turns[source][session] + number
+        return _DueTurns(session, number, drawn, due[session] + self._offsets[drawn])
 
     def _begin_conversations(self, due: Array, turns: Turns) -> Simulation | SharedQueue:
         """Return the simulation of conversations that begin at these times.
@@ -709,7 +709,7 @@ class Server:
         Conversations that begin before time 0 proceed as on an idle server until then. Their turns
         from 0 on are simulated, and slots hold what their last turns before 0 have left.
         """
-        session, number, index, times = self._turns_from(due, turns)
+        session, number, drawn, times = self._turns_from(due, turns)
         is_past = times < 0.0
         is_after_past = (number == 0) | np.append(True, is_past[:-1])
         has_next_in_past = np.append((number[1:] > 0) & is_past[1:], False)
@@ -719,7 +719,7 @@ class Server:
         # The slots hold the last of them, and the prompt cache those before.
         slots = self.settings.slots * self.settings.engines
         stored_tokens = self.settings.stored_tokens * self.settings.engines
-        before = index[ended[:-slots]]
+        before = drawn[ended[:-slots]]
         held_tokens = self.lengths.prompt[before] + self.lengths.output[before]
         held_tokens = held_tokens + self.settings.stored_sequence_tokens
         is_stored = np.cumsum(held_tokens[::-1]) <= stored_tokens
@@ -728,19 +728,19 @@ class Server:
         is_played = ~is_past
         is_played[kept_past_turns] = True
         played_index = np.cumsum(is_played) - 1
-        index = index[is_played]
+        drawn = drawn[is_played]
         return simulation_of(
             self.step_times,
             self.settings,
             times[is_played],
-            self.lengths.prompt[index],
-            self.lengths.output[index],
+            self.lengths.prompt[drawn],
+            self.lengths.output[drawn],
             turns=msgspec.structs.replace(
                 turns,
                 session=session[is_played],
                 number=number[is_played],
-                think_seconds=turns.think_seconds[index],
-                history_tokens=turns.history_tokens[index],
+                think_seconds=turns.think_seconds[drawn],
+                history_tokens=turns.history_tokens[drawn],
                 is_timed=(~is_past & is_after_past)[is_played],
                 ended=tuple(played_index[kept_past_turns].tolist()),
             ),
