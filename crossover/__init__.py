@@ -7,6 +7,7 @@ load generator starts without what only the command line needs.
 
 import os
 import shlex
+import signal
 
 # Git with core.symlinks=false, and programs that unpack zip files, write links as text files.
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -22,7 +23,11 @@ VERSION = "0.1.0"
 
 
 def main() -> None:
-    """Run the console command."""
+    """Run the console command. Ctrl-C during its imports ends the process without a traceback."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from crossover.cli import main as run
 
+    signal.signal(signal.SIGINT, handler)
     run()

@@ -150,7 +150,11 @@ class ManualLoad:
 
     def _run(self, dispatcher: Dispatcher) -> None:
         """Run the level, and report its end unless Locust was stopped meanwhile."""
-        dispatcher.run(clock())
+        try:
+            dispatcher.run(clock())
+        except LoadError as problem:
+            logging.error("%s", printable(str(problem)))
+            self._environment.process_exit_code = 2
         if self._dispatcher is dispatcher:
             self._runner.send_message(LEVEL_ENDED)  # to the master; without one, to this process
 

@@ -133,7 +133,9 @@ SCRAPED_GAUGES: dict[str, Scraped] = {
     "num_requests_running": Scraped(
         "Sequences in the engine's batch", lambda it: _stats(it).running
     ),
-    "num_requests_waiting": Scraped("Sequences waiting for a slot", lambda it: _stats(it).waiting),
+    "num_requests_waiting": Scraped(
+        "Sequences waiting for a slot", lambda it: it.requests.waiting_count
+    ),
     "kv_cache_usage_perc": Scraped("Share of the KV cache in use, 0 to 1", _kv_share),
     "engine_slots": Scraped("Sequences at once, on all engines that serve", _slots),
     "engines_serving": Scraped("Engines that serve", lambda it: len(it.requests.engines)),

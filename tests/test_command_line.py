@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,19 @@ pwd.getpwuid = no_user
 import crossover.reports.chart_style
 """
 
+INTERRUPTED = """
+import os, signal, sys
+import crossover
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+crossover.main()
+"""
+
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_results_are_printed_in_any_encoding(encoding: str) -> None:
@@ -34,3 +48,8 @@ def test_results_are_printed_in_any_encoding(encoding: str) -> None:
 
 def test_charts_need_no_home_directory() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_HOME], check=True, timeout=60)
+
+
+def test_an_interrupt_of_the_imports_shows_no_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")

@@ -25,6 +25,7 @@ import gevent
 import gevent.event
 import msgspec
 
+from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.completion_chunk import ReasoningWatch
 from crossover.loadtests.load_generator.conversation import Conversation
 from crossover.loadtests.load_generator.http_connection import clock
@@ -77,18 +78,21 @@ class Dispatcher:
         self._over = gevent.event.Event()  # nothing more is sent
         self._idle = gevent.event.Event()  # no request that counts is in flight
         self._idle.set()
+        self._main: Any = None  # the greenlet of `run`, until it ends or an error is raised in it
         self._running: set[Any] = set()  # greenlets with a request in flight
         self._counted_in_flight = 0  # requests in flight that count: due before the window's end
         self._alarm = Alarm()
 
     def run(self, origin: float) -> Ended:
         """Send each request at its scheduled time after `origin` (on `clock`), and wait for the
-        last answer. Return the account of the level."""
+        last answer. Return the account of the level. Raises LoadError if this machine cannot hold
+        the connections."""
         # A garbage collection would delay requests by milliseconds.
         gc.collect()
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
         self._origin = origin
+        self._main = gevent.getcurrent()
         plan, end = self._plan, origin + self._plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
         run_user = self._run_chat_user if self._load.has_sessions else self._run_user
@@ -109,7 +113,8 @@ class Dispatcher:
             self._over.set()
             self._drain(end)
         finally:
-            gevent.killall(users, block=False)
+            self._main = None
+            gevent.killall([*users, *self._running], block=False)
             gc.set_threshold(700, 10, 10)
             gc.unfreeze()
             self._pool.close()
@@ -241,7 +246,13 @@ class Dispatcher:
             self._counted_in_flight += 1
             self._idle.clear()
         timeout_seconds = self._load.target.timeout_seconds
-        record = stream(self._pool, wire, unsent_record, self._origin, timeout_seconds, watch)
+        try:
+            record = stream(self._pool, wire, unsent_record, self._origin, timeout_seconds, watch)
+        except LoadError as problem:
+            main, self._main = self._main, None
+            if main is not None:
+                gevent.kill(main, problem)
+            raise gevent.GreenletExit from problem
         self._running.discard(greenlet)
         self._counted_in_flight -= counts
         self._account.recorded += 1

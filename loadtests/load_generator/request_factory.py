@@ -24,6 +24,7 @@ from crossover.serving.workload.exact_prompts import PromptMaker
 from crossover.serving.workload.request_lengths import RequestSpec, draw
 
 MAX_CLOSED_SESSIONS = 1_000  # sessions of a closed loop that ends by time alone
+MAX_LEVEL_REQUESTS = 2_000_000  # each takes about 1 KB beside its prompt
 MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: about 2 GB of text
 
 
@@ -45,7 +46,8 @@ class RequestFactory:
         """Return all requests of an open loop in the order of their scheduled times, or all
         requests of a burst.
 
-        Raises LoadError if their prompts have more than MAX_LEVEL_TOKENS.
+        Raises LoadError if there are too many, or if their prompts have more than
+        MAX_LEVEL_TOKENS.
         """
         plan = self._load.plan
         if plan.burst is not None:
@@ -72,7 +74,7 @@ class RequestFactory:
         """Return all sessions of a level with their scheduled times, in seconds. In a closed loop
         these are 0, and there are as many sessions as its requests may need.
 
-        Raises LoadError unless the level uses the chat route.
+        Raises LoadError unless the level uses the chat route, and if there are too many.
         """
         load, plan = self._load, self._load.plan
         if load.target.api != "chat":
@@ -103,9 +105,14 @@ class RequestFactory:
 
     def _due_times(self, rate: float) -> list[float]:
         """Return the scheduled times of an open loop at `rate` arrivals/s, to the end of its load
-        after the window."""
+        after the window. Raises LoadError if there are more than MAX_LEVEL_REQUESTS."""
         load, plan = self._load, self._load.plan
         seconds = plan.duration_seconds + load.follow_seconds
+        if rate * seconds > MAX_LEVEL_REQUESTS:
+            raise LoadError(
+                f"This level has about {rate * seconds:,.0f} arrivals, but at most "
+                f"{MAX_LEVEL_REQUESTS:,} can be prepared. Lower the rate or the duration"
+            )
         due: list[float] = due_times(load.arrivals, rate, seconds, plan.seed).tolist()
         return due
 

@@ -17,9 +17,13 @@ It has failed if there is an error in any form; the server's message is recorded
 
 from __future__ import annotations
 
+import errno
+import os
+
 import gevent
 import msgspec
 
+from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.completion_chunk import (
     MAX_WORDS,
     Chunk,
@@ -55,6 +59,8 @@ MAX_EVENT_BYTES = 1 << 20  # of one event
 UNKNOWN_TOKENS = 4096  # output tokens, where the record does not say how many were requested
 MAX_STRAY_BYTES = 8192  # kept of an error response, and of lines that belong to no event
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# Errors of a connection that a limit of this machine prevents: open files, or ports.
+CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
 # Finish reasons of vLLM, SGLang, OpenRouter and DeepSeek for an answer that was aborted.
 FAILURE_REASONS = frozenset(
@@ -392,7 +398,8 @@ def stream(
     watch: ReasoningWatch | None = None,
 ) -> RequestRecord:
     """Send `wire`, read its stream to the end, and return the record of the request. Errors of the
-    server and the network are in `record.error`; none is raised.
+    server and the network are in `record.error`; none is raised. Raises LoadError if a limit of
+    this machine prevents the connection, since that is no failure of the server.
 
     `unsent_record`: the fields known before sending. Times in it and in the result count from
     `origin`, on `clock`. `watch`: keeps the text of the answer.
@@ -416,6 +423,11 @@ def stream(
         if not answer.is_done:
             answer.fail("timeout", str(problem))
     except OSError as problem:
+        if problem.errno in CLIENT_LIMITS:
+            raise LoadError(
+                f"no further connection can be opened ({os.strerror(problem.errno)}). Raise the "
+                "limit of open files (ulimit -n), or lower the rate or the concurrency"
+            ) from problem
         if not answer.is_done:
             error = "connection" if answer.status is None else "cut_off"
             answer.fail(error, f"{type(problem).__name__}: {problem}")

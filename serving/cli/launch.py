@@ -175,7 +175,8 @@ async def _announce(registry: Registry, url: str, ready_file: str | None, log: C
             if is_loading and supervisor.loading is not None:
                 log.progress(prefix + supervisor.loading.what, supervisor.loading.fraction)
             pid = supervisor.engine_pid
-            if supervisor.ready is None or pid is None:
+            is_ready = supervisor.state == EngineState.ready  # not while it drains
+            if not is_ready or supervisor.ready is None or pid is None:
                 continue
             if announced_pids.get(model.served_name) != pid:
                 announced_pids[model.served_name] = pid

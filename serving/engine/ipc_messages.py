@@ -141,6 +141,14 @@ def joined(stats: Sequence[StepStats]) -> StepStats:
     return StepStats(**sums, prompt_cache=cache)
 
 
+def counters_of(stats: StepStats) -> StepStats:
+    """Return what an engine has counted since its start, and nothing of its state."""
+    cache = stats.prompt_cache
+    if cache is not None:
+        cache = msgspec.structs.replace(cache, max_bytes=0, used_bytes=0, sequences=0)
+    return StepStats(0, 0, 0, 0.0, 0.0, 0, 0, stats.preemptions, prompt_cache=cache)
+
+
 class Loading(msgspec.Struct, tag="loading", array_like=True):
     """Progress of a load."""
 

@@ -25,6 +25,9 @@ from crossover.serving.http.http_protocol import HttpProtocol
 
 MAX_CONNECTIONS = 4096
 RESERVED_DESCRIPTORS = 96  # file descriptors for engines, open files and the event loop
+# Seconds that responses get to reach their clients when the server ends. Then the connections are
+# closed: a client that does not read would hold the server.
+CLOSING_SECONDS = 5.0
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
 
@@ -45,7 +48,9 @@ def server_options(connections: int = MAX_CONNECTIONS) -> dict[str, Any]:
         "server_header": False,
         "proxy_headers": False,  # X-Forwarded-For is never trusted
         "timeout_keep_alive": 75,  # seconds that an idle connection stays open
-        "timeout_graceful_shutdown": 5,  # seconds
+        # Seconds. Only if closing the connections does not end the requests: uvicorn then cancels
+        # them, and logs a traceback of each.
+        "timeout_graceful_shutdown": round(CLOSING_SECONDS) + 5,
         "limit_concurrency": connections + 1,  # uvicorn refuses the connection that reaches it
         "backlog": connections,
     }
@@ -140,4 +145,7 @@ async def serving(
     task = asyncio.create_task(server.serve(sockets=[listener]))
     yield task
     server.should_exit = True
+    await asyncio.wait([task], timeout=CLOSING_SECONDS)
+    for connection in [*server.server_state.connections]:
+        connection.transport.abort()
     await task

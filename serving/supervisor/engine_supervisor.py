@@ -286,8 +286,9 @@ class Supervisor:
         self.requests.fail(f"{why} before this request finished")
         cut_off = self.requests.failed
         self._background.cancel()
-        # If an unload and a stop happen at the same time, the stop decides the final state.
-        if self.state == EngineState.draining or state == EngineState.stopped:
+        # If an unload and a stop happen at the same time, the stop decides the final state. Of two
+        # stops, the one that ends first records it.
+        if self.state == EngineState.draining or self.state != state == EngineState.stopped:
             self._record_event(
                 state.value, f"{why}, {cut_off} sequences aborted" if cut_off else why
             )

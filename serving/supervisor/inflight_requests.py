@@ -32,6 +32,9 @@ from crossover.serving.supervisor.engine_process import EngineProcess
 # Starts of one sequence on one engine, or on any of several that serve at the same time. Only those
 # that reached the engine count, since then the sequence may be what crashes it.
 MAX_ATTEMPTS = 2
+# After its deadline, a sequence that an engine runs is ended here: the engine ends it only between
+# two steps, and not at all if it hangs.
+OVERDUE_SECONDS = 1.0
 _NATURAL_ENDS = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
@@ -132,8 +135,11 @@ class InflightRequests(AdmissionController):
         super().__init__(bounds, slots * max_engines, self._streams)
         self.max_engines = max_engines
         self.engines: list[EngineProcess] = []  # that get new sequences
-        self.stats: ipc.StepStats | None = None  # of their last steps, together
-        self._stats_of: dict[EngineProcess, ipc.StepStats] = {}
+        # Of their last steps, together; what engines count includes those that have ended, since
+        # a counter never decreases.
+        self.stats: ipc.StepStats | None = None
+        self._stats_of: dict[EngineProcess, ipc.StepStats] = {}  # of those that have not ended
+        self._ended_stats: list[ipc.StepStats] = []  # of those that have, together
         self._histories: dict[EngineProcess, Histories] = {}
         self.on_step: Callable[[ipc.StepStats], None] | None = None  # called after each step
         self.failed = 0  # sequences that the server ended with an error since the last stop began
@@ -151,9 +157,6 @@ class InflightRequests(AdmissionController):
     def _set_engines(self, engines: list[EngineProcess]) -> None:
         """Serve with these engines. The slots of the last one are kept while there is none."""
         self.engines, self.cached_load = engines, None
-        self._stats_of = {
-            engine: stats for engine, stats in self._stats_of.items() if engine in engines
-        }
         self._histories = {engine: self._histories.get(engine) or Histories() for engine in engines}
         self._sum_stats()
         if not engines:
@@ -185,23 +188,27 @@ class InflightRequests(AdmissionController):
                 return
             engine = engines[0]
             if self.max_engines > 1:
-                engine = self._engine_with_history(stream.request.prompt, engines)
+                engine = self._engine_with_history(stream, engines)
             self._give(stream, engine)
 
     def _engine_with_history(
-        self, prompt: list[int], engines: Sequence[EngineProcess]
+        self, stream: Stream, engines: Sequence[EngineProcess]
     ) -> EngineProcess:
-        """Return the engine that has the conversation of a prompt, else the one with the most free
-        slots, and remember that it gets this prompt."""
-        history = as_history(prompt)
+        """Return the engine that has the conversation of a request, else the one with the most free
+        slots, and remember that it gets this prompt. Of several such engines, the one that got no
+        request for longest: otherwise the caches of the others would stay empty at low load."""
+        history, salt = as_history(stream.request.prompt), stream.request.cache_salt
         chosen = max(
             engines,
             key=lambda engine: (
-                self._histories[engine].continued_by(history),
+                self._histories[engine].continued_by(history, salt),
                 engine.free_slots,
+                -self._histories[engine].last_request,
             ),
         )
-        self._histories[chosen].add(history)
+        self._histories[chosen].last_request = stream.id
+        if chosen.config.prefix_reuse:
+            self._histories[chosen].add(history, salt)
         return chosen
 
     def hand_out_all(self) -> None:
@@ -221,19 +228,27 @@ class InflightRequests(AdmissionController):
         engine.send(ipc.Submit(stream.id, request))
 
     def end_overdue(self) -> None:
-        """End every sequence that waits for an engine and is past its deadline."""
-        for stream in self._waiting():
-            if stream.deadline is not None and time.monotonic() >= stream.deadline:
-                self._end(_last_delta(stream.id, ipc.FinishReason.DEADLINE))
+        """End every sequence past its deadline: one that waits for an engine at once, and one that
+        an engine runs after OVERDUE_SECONDS. The engine still has the slot of such a sequence."""
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            engine = stream.engine
+            grace_seconds = 0.0 if engine is None else OVERDUE_SECONDS
+            if stream.deadline is None or now < stream.deadline + grace_seconds:
+                continue
+            if engine is not None:
+                engine.send(ipc.Cancel(stream.id))
+            self._end(_last_delta(stream.id, ipc.FinishReason.DEADLINE))
 
     def receive_step(self, engine: EngineProcess, step: ipc.Step) -> None:
         """Pass the Deltas of one step of an engine on to its sequences."""
         self.cached_load = None
-        if engine in self.engines:
-            self._stats_of[engine] = step.stats
-            if self.on_step is not None:
-                self.on_step(step.stats)
+        self._stats_of[engine] = step.stats
+        if engine in self.engines and self.on_step is not None:
+            self.on_step(step.stats)
         for delta in step.deltas:
+            if delta.finish is not None:
+                engine.sequence_ended(delta.id)
             stream = self._streams.get(delta.id)
             if stream is None or stream.engine is not engine:
                 continue
@@ -246,12 +261,19 @@ class InflightRequests(AdmissionController):
         self._sum_stats()
 
     def _sum_stats(self) -> None:
-        """Add up the stats of the engines, and the sequences that wait for one."""
-        stats = list(self._stats_of.values())
+        """Add up the stats of the engines that serve, and what others have counted."""
+        stats = [
+            stats if engine in self.engines else ipc.counters_of(stats)
+            for engine, stats in self._stats_of.items()
+        ]
+        stats += self._ended_stats
         self.stats = ipc.joined(stats) if stats else None
-        if self.stats is not None and self.max_engines > 1:
-            waiting = self.stats.waiting + len(self._waiting())
-            self.stats = msgspec.structs.replace(self.stats, waiting=waiting)
+
+    @property
+    def waiting_count(self) -> int:
+        """Return the number of sequences that wait for a slot, in an engine or here."""
+        in_engines = 0 if self.stats is None else self.stats.waiting
+        return in_engines + len(self._waiting())
 
     def move(self, engine: EngineProcess, message: str, index: int | None) -> None:
         """Handle the end of an engine.
@@ -263,6 +285,8 @@ class InflightRequests(AdmissionController):
         dead by then, or which died before it read the sequence, was not started there.
         """
         self.cached_load = None
+        if (stats := self._stats_of.pop(engine, None)) is not None:
+            self._ended_stats = [ipc.counters_of(ipc.joined([*self._ended_stats, stats]))]
         if engine in self.engines:
             self._set_engines([other for other in self.engines if other is not engine])
         for stream in self._streams_of(engine):
@@ -321,7 +345,5 @@ class InflightRequests(AdmissionController):
     def _end(self, delta: ipc.Delta) -> None:
         """Push the last Delta of a sequence and forget the sequence."""
         stream = self._streams.pop(delta.id)
-        if stream.engine is not None:
-            stream.engine.sequence_ended(delta.id)
         stream.push(delta)
         self.ended(stream, delta.finish in _NATURAL_ENDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import statistics
 from collections.abc import Callable, Iterator
@@ -113,6 +114,23 @@ def test_a_level_that_cannot_run_is_reported_and_the_next_one_runs(
             generator.level(load_of("http://127.0.0.1:9", plan))
         _, account, _ = level(generator, truth_server(case="next"), plan)
         assert account.due > 0
+
+
+def test_what_this_machine_cannot_hold_is_no_failure_of_the_server(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    url = truth_server(slots=1, ttft=3.0, case="limits")
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        load = load_of(url, LevelPlan(rate=1e5, window_seconds=100.0))
+        with pytest.raises(LevelInterrupted, match="10,000,000 arrivals, but at most 2,000,000"):
+            generator.level(load)
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        level(generator, truth_server(case="quick"), LevelPlan(rate=9.0, window_seconds=0.5))
+        files = len(os.listdir(f"/proc/{generator.pid}/fd")) + 8
+        resource.prlimit(generator.pid, resource.RLIMIT_NOFILE, (files, files))
+        load = load_of(url, LevelPlan(rate=50.0, window_seconds=2.0))
+        with pytest.raises(LevelInterrupted, match="failed: no further connection .*ulimit -n"):
+            generator.level(load)
 
 
 def test_a_killed_load_generator_leaves_the_records_it_sent(

@@ -1,5 +1,8 @@
 """`crossover serve --engines 2`: real processes on cores of their own, behind one real port."""
 
+import contextlib
+import http.client
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +58,30 @@ def test_two_engines_serve_and_the_death_of_one_is_not_that_of_the_other(tmp_pat
         assert metric(url, "engine_restarts_total") == 1
         assert "fake/cpu #1 died" in one.log.read_text()
         assert one.end() == 0
+
+
+def test_an_engine_that_ends_first_in_a_drain_makes_no_other_one_ready(tmp_path: Path) -> None:
+    options = ("--engines", "2", "--slots", "1", "--option", "step_seconds=0.02")
+    with server(tmp_path, *options) as one, contextlib.ExitStack() as stack:
+        url = one.wait_ready()["url"]
+        clients, answers = {}, {}
+        for _ in range(2):
+            client = http.client.HTTPConnection("127.0.0.1", port_of(url), timeout=30)
+            stack.enter_context(contextlib.closing(client))
+            body = {"prompt": "hi", "max_tokens": 150, "ignore_eos": True, "stream": True}
+            client.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            answer = stack.enter_context(client.getresponse())
+            number = answer.headers["X-Crossover-Engine"]
+            clients[number], answers[number] = client, answer
+        clients["1"].close()  # the first engine is idle then, and ends at once
+        wait_until(lambda: metric(url, "num_requests_running") == 1, 30)
+        one.process.terminate()
+        assert b"[DONE]" in answers["2"].read()
+        assert one.end() == 0, one.log.read_text()
+        assert one.process.stdout is not None
+        assert one.process.stdout.read().count("ready:") == 1
 
 
 def test_models_that_are_loaded_on_demand_have_several_engines_too(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ away, who is slow.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from crossover.serving.http import http_server
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served, wait_until
 
 
@@ -214,3 +217,24 @@ def test_pipelined_requests_are_answered_in_order(port: int, supervisor: FakeSup
     with connected(port, post(stream=True) + get) as client:
         found = read_all(client)
     assert found.index(b"[DONE]") < found.index(b'"owned_by"')
+
+
+def test_a_client_that_does_not_read_does_not_hold_a_server_that_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CLOSING_SECONDS", 0.3)
+    supervisor = FakeSupervisor(["word " * 4000] * 200)  # 4 MB, more than sockets buffer
+
+    async def scenario(client: socket.socket) -> None:
+        listener = http_server.listen("127.0.0.1", 0)
+        async with http_server.serving(app_on(supervisor), listener, lambda: None):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(listener.getsockname())
+            client.sendall(post(stream=True))
+            while not any(stream.finished for stream in supervisor.streams.values()):
+                await asyncio.sleep(0.01)
+
+    started = time.monotonic()
+    with socket.socket() as client, caplog.at_level(logging.ERROR):
+        asyncio.run(scenario(client))
+    assert not caplog.records and time.monotonic() - started < 4

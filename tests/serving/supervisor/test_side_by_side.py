@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from crossover.serving.backends.backend_interface import EngineConfig
@@ -42,7 +43,7 @@ def test_requests_are_spread_and_wait_in_one_queue(
 
             def counts() -> tuple[int, int] | None:
                 stats = supervisor.requests.stats
-                return None if stats is None else (stats.running, stats.waiting)
+                return stats and (stats.running, supervisor.requests.waiting_count)
 
             await until(lambda: counts() == (8, 3))
             for n, stream in enumerate(streams[2:], 2):
@@ -97,6 +98,34 @@ def test_the_model_is_restarting_only_while_no_engine_serves(
             await until(lambda: supervisor.state == "ready")
             after = supervisor.submit(GenerationRequest([1], 30, ignore_eos=True))
             assert (await collect(after)).tokens == 30
+
+    run(scenario())
+
+
+def test_what_waits_and_what_was_counted_outlives_the_engines(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        small = config(slots=2)
+        settings = msgspec.structs.replace(small.settings, kv_tokens=256)
+        small = msgspec.structs.replace(small, settings=settings)
+        async with running(small, small, side_by_side=True) as supervisor:
+            requests = supervisor.requests
+
+            def preemptions() -> int:
+                return 0 if requests.stats is None else requests.stats.preemptions
+
+            for n in range(8):  # two of them are more than the KV cache of an engine has room for
+                supervisor.submit(GenerationRequest([1, n], 150, ignore_eos=True, whole=True))
+            await until(lambda: preemptions() > 1)
+            counted = preemptions()
+            for pid in supervisor.pids:
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda: not requests.engines)
+            assert requests.waiting_count == supervisor.in_flight >= 4
+            assert preemptions() >= counted
+            await until(lambda: supervisor.in_flight == 0)
+            assert preemptions() >= counted
 
     run(scenario())
 
@@ -239,6 +268,43 @@ def test_a_conversation_stays_on_the_engine_that_has_it_while_that_has_room(
             turn += range(90, 120)
             elsewhere = supervisor.submit(GenerationRequest(turn, 3, ignore_eos=True))
             assert elsewhere.engine is first  # since the other one is full
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("salt", "prefix_reuse"), [("b", True), ("a", False)])
+def test_a_conversation_that_cannot_be_reused_is_no_reason_to_choose_an_engine(
+    config: Callable[..., EngineConfig], salt: str, prefix_reuse: bool
+) -> None:
+    async def scenario() -> None:
+        one = msgspec.structs.replace(config(slots=2), prefix_reuse=prefix_reuse)
+        async with running(one, one, side_by_side=True) as supervisor:
+            first, second = supervisor.requests.engines
+            turn = list(range(40))
+            other = supervisor.submit(GenerationRequest([7] * 40, 3, ignore_eos=True))
+            began = supervisor.submit(GenerationRequest(turn, 3, ignore_eos=True, cache_salt="a"))
+            assert (other.engine, began.engine) == (first, second)
+            await collect(other)
+            await collect(began)
+            turn += range(50, 80)
+            guess = GenerationRequest(turn, 3, ignore_eos=True, cache_salt=salt)
+            assert supervisor.submit(guess).engine is first  # the first of two idle ones
+
+    run(scenario())
+
+
+def test_requests_one_after_the_other_use_the_slots_of_all_engines(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=2), config(slots=2), side_by_side=True) as supervisor:
+            chosen = []
+            for n in range(4):
+                stream = supervisor.submit(GenerationRequest([n] * 40, 2, ignore_eos=True))
+                await collect(stream)
+                chosen.append(stream.engine)
+            first, second = supervisor.requests.engines
+            assert chosen == [first, second, first, second]
 
     run(scenario())
 

@@ -16,7 +16,17 @@ from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import Overloaded, Unavailable
 from crossover.serving.supervisor.admission import QueueBounds
-from tests.serving.children import LONG, alive, collect, next_of, run, running, truth, until
+from tests.serving.children import (
+    LONG,
+    alive,
+    collect,
+    kinds,
+    next_of,
+    run,
+    running,
+    truth,
+    until,
+)
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -80,6 +90,23 @@ def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., Eng
     run(scenario())
 
 
+def test_a_deadline_holds_although_the_engine_does_not_answer(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            (engine,) = supervisor.engines
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGSTOP)
+            late = supervisor.submit(GenerationRequest([1], 5, deadline_seconds=0.3))
+            assert (await collect(late)).finish == "deadline"
+            assert engine.in_flight == 1  # it is watched, and its slot is not free
+            os.kill(engine.pid, signal.SIGCONT)
+            await until(lambda: engine.in_flight == 0)
+
+    run(scenario())
+
+
 def test_canceling_and_deadlines_work_without_an_engine(
     config: Callable[..., EngineConfig],
 ) -> None:
@@ -130,6 +157,7 @@ def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
                 await until(lambda: supervisor.state == "draining")
                 await supervisor.stop(drain=False)
             assert await stopping == 1
+            assert kinds(supervisor).count("stopped") == 1
             assert time.monotonic() - started < 8.0, "its 2000 steps of 5 ms take 10 s"
             result = await collect(stream)
             assert result.finish == "error" and "stopped" in (result.error or "")
