@@ -5,7 +5,8 @@
     admission.cached_load = None                 # after any change of the sequences
 
 Work is counted in tokens, prompt and output tokens alike. The engine processes it at its pace, in
-tokens/s. The prediction assumes that sequences start in the order in which they joined, each in the
+tokens/s, as its steps with all slots in use show it: with one request, a step takes almost as long
+for a single token. The prediction assumes that sequences start in the order in which they joined, each in the
 first free slot, and that all sequences in slots get a token in each step:
 
     wait = (waiting prompt tokens + slots x output tokens until a slot is free) / pace
@@ -49,23 +50,27 @@ class Pace:
     """The engine's speed in tokens per second of stepping, weighted toward recent steps."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0  # exponentially decaying sums
+        # Exponentially decaying sums, of steps with all slots in use.
+        self._tokens = self._seconds = 0.0
         self._prompt_tokens = self._prompt_seconds = 0.0  # those of steps with a prompt
 
-    def learn(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """Add a step of this duration. Steps without duration are only messages and are ignored."""
+    def learn(self, rows: int, prompt_tokens: int, seconds: float, is_full: bool) -> None:
+        """Add a step of this duration. Steps without duration are only messages and are ignored.
+        `is_full`: all slots were in use."""
         if seconds <= 0:
             return
         fade = 0.5 ** (seconds / HALF_LIFE_SECONDS)
-        self._tokens = self._tokens * fade + rows + prompt_tokens
-        self._seconds = self._seconds * fade + seconds
+        if is_full:
+            self._tokens = self._tokens * fade + rows + prompt_tokens
+            self._seconds = self._seconds * fade + seconds
         if prompt_tokens:
             self._prompt_tokens = self._prompt_tokens * fade + prompt_tokens
             self._prompt_seconds = self._prompt_seconds * fade + seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The pace in tokens/s, prompt and output tokens alike; None while it is unknown."""
+        """The pace with all slots in use, in tokens/s, prompt and output tokens alike; None while
+        it is unknown."""
         is_known = self._seconds >= EVIDENCE_SECONDS and self._tokens
         return self._tokens / self._seconds if is_known else None
 
@@ -137,14 +142,14 @@ class AdmissionController:
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Return the predicted TTFT of a new sequence; None if the pace is unknown."""
-        pace = self.pace.tokens_per_second
-        if pace is None:
+        pace, prompt_pace = self.pace.tokens_per_second, self.pace.prompt_tokens_per_second
+        must_wait = len(self._sequences) >= self._slots
+        if prompt_pace is None or (must_wait and pace is None):
             return None
         waiting_prompt_tokens, tokens_until_free = self._load()
-        prompt_pace = self.pace.prompt_tokens_per_second or pace
         own_tokens = prompt_tokens * self._engines_serving
         seconds = (waiting_prompt_tokens + own_tokens) / prompt_pace
-        if len(self._sequences) >= self._slots:
+        if must_wait and pace is not None:
             seconds = max(seconds, (tokens_until_free + own_tokens) / pace)
         return seconds
 

@@ -298,7 +298,12 @@ class EngineProcess(asyncio.Protocol):
             message = ipc.decode_from_engine(body)
             if isinstance(message, ipc.Step):
                 self._step_at, stats = self._message_at, message.stats
-                self.pace.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
+                self.pace.learn(
+                    stats.decode_rows,
+                    stats.prefill_tokens,
+                    stats.step_seconds,
+                    is_full=self.free_slots <= 0,
+                )
                 self._on_step(self, message)
             elif isinstance(message, ipc.Died):
                 self._cause = message.cause, message.message

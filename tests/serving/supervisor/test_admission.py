@@ -43,7 +43,7 @@ class Queue(AdmissionController):
 def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Queue:
     ledger = Queue(bounds, slots)
     for _ in range(100):
-        ledger.pace.learn(int(tokens_per_second / 10), 0, 0.1)
+        ledger.pace.learn(int(tokens_per_second / 10), 0, 0.1, is_full=True)
     return ledger
 
 
@@ -84,9 +84,22 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     ledger = Queue(msgspec.structs.replace(OPEN, wait_seconds=1.0), slots=1)
     ledger.admit(0, 1000, 1000)
     assert ledger.predicted_wait_seconds() is None and refused(ledger) is None
-    ledger.pace.learn(100, 0, 1.0)
+    ledger.pace.learn(100, 0, 1.0, is_full=True)
     kind, text = kind_of(refused(ledger))
     assert kind == "queue_wait" and "20.0 s exceeds" in text
+
+
+def test_requests_one_at_a_time_say_nothing_of_the_wait_behind_a_full_engine() -> None:
+    """Steps of 50 ms, with one row as with 16: a batch of 16 processes 320 tokens/s, not 20."""
+    ledger = Queue(msgspec.structs.replace(OPEN, wait_seconds=30.0), slots=16)
+    for _ in range(60):
+        ledger.pace.learn(1, 0, 0.05, is_full=False)
+    for number in range(20):
+        assert refused(ledger) is None
+        ledger.admit(number, 10, 256)
+    for _ in range(20):
+        ledger.pace.learn(16, 0, 0.05, is_full=True)
+    assert ledger.predicted_wait_seconds() == pytest.approx(256 * 0.05, rel=0.06)
 
 
 class Simulated(NamedTuple):
@@ -152,7 +165,7 @@ def simulate(
         cost = (0.02 + 0.001 * filled) * (1 + noise * abs(rng.gauss(0, 1)))
         now += cost
         busy += cost if now > warm_seconds else 0.0
-        ledger.pace.learn(len(decoding), filled, cost)
+        ledger.pace.learn(len(decoding), filled, cost, is_full=len(running) >= slots)
         for sequence in decoding + begun:
             running[sequence][1] -= 1
             ledger.progressed(sequence, 1)
