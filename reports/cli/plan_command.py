@@ -16,12 +16,10 @@ import msgspec
 import typer
 from rich.console import Console
 
-from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.tables import Column, Table, lines_of, table_of
 from crossover.reports.errors import ReportError
-from crossover.serving.capacity.slo import SLO_PRESETS, parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.toml_files import read_toml
 
@@ -133,14 +131,16 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 def _slo_keys(text: str) -> str | dict[str, Any]:
     """Return the key `slo` for a preset or for limits such as `ttft=2,tpot=0.1`. Raises
     ReportError."""
+    from crossover.serving.capacity.slo import SLO_PRESETS, parse_slo
+
     try:
         slo = parse_slo(text)
     except ValueError as problem:
         raise ReportError(f"--slo {problem}") from None
     if text in SLO_PRESETS:
         return text
-    given: dict[str, Any] = msgspec.to_builtins(slo)
-    return {name: given[name] for name in SloSpec.__struct_fields__ if given.get(name) is not None}
+    limits = {f"{name}_seconds": limit for name, limit in slo.limits.items()}
+    return limits | {"target": slo.target}
 
 
 def own_tables(

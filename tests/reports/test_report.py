@@ -151,7 +151,9 @@ def test_the_takeover_gpu_is_named_in_two_weight_formats() -> None:
 def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     _, data, answers = shown()
     sections = sections_of(data, answers)
-    text = shown_page()
+    text = html_page.page(
+        data, answers, sections
+    )  # not that of another file, with other capacities
     assert len(text.encode()) < 1_200_000
     assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text
     plain = re.sub("<.*?>", "", text).replace("&#39;", "'")

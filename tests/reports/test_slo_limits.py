@@ -19,6 +19,7 @@ from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
 from crossover.loadtests.capacity.capacity_estimate import (
     confirmed_rate,
     estimate,
+    judgment_of,
     shortest_bounding_level,
 )
 from crossover.loadtests.capacity.sharper_slo import (
@@ -162,6 +163,9 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/capacity/capacity_estimate.py:estimate": lambda slo: estimate(levels(), slo),
     "loadtests/capacity/capacity_estimate.py:confirmed_rate": lambda slo: confirmed_rate(
         levels(), slo, estimated_rate=1.0
+    ),
+    "loadtests/capacity/capacity_estimate.py:judgment_of": lambda slo: judgment_of(
+        level_at_a_rate(), slo
     ),
     "loadtests/campaign/cell_runner.py:with_less_reuse": without_reuse,
     "loadtests/capacity/attainment_evidence.py:speed_by_attainment": speed,
