@@ -5,9 +5,9 @@
     admission.cached_load = None                 # after any change of the sequences
 
 Work is counted in tokens, prompt and output tokens alike. The engine processes it at its pace, in
-tokens/s, as its steps with all slots in use show it: with one request, a step takes almost as long
-for a single token. The prediction assumes that sequences start in the order in which they joined, each in the
-first free slot, and that all sequences in slots get a token in each step:
+tokens/s, as steps with all slots in use show it: a step with one request takes almost as long for a
+single token. The prediction assumes that sequences start in the order in which they joined, each in
+the first free slot, and that all sequences in slots get a token in each step:
 
     wait = (waiting prompt tokens + slots x output tokens until a slot is free) / pace
     TTFT = wait + own prompt tokens / pace
