@@ -37,9 +37,12 @@ from crossover.serving.supervisor.restart_policy import (
 )
 
 # How often an OpenMP thread that waits for another one spins before it yields its core; the default
-# is 300,000. With 1000, two engines of llama.cpp (135M and 360M, Q4_0) on the same two cores
-# generate 17.9 and 11.9 tokens/s, with this 28.6 and 17.3; one by itself is about a tenth slower.
-SHORT_SPINS = "100"
+# is 300,000. With two threads on two cores and other work (load 7), the engine generates 9 tokens/s
+# by default and 12 with 1000; beside two busy processes, 6.6 with 1000 and 4.2 with 100.
+SHORT_SPINS = "1000"
+# Beside another engine on the same cores: with 1000, llama.cpp (135M and 360M, Q4_0) generates 17.9
+# and 11.9 tokens/s, with this 28.6 and 17.3; one of them by itself is about a tenth slower.
+SHORTEST_SPINS = "100"
 KEPT_LINES = 20  # of the process's output
 # Seconds after which a process that was sent SIGKILL, or said that it dies, is given up: a process
 # that hangs in the driver (state D) does not end (pytorch issue 24081).
@@ -66,7 +69,8 @@ def environment(config: EngineConfig, descriptors: Mapping[str, int]) -> dict[st
     }
     variables |= {name: str(number) for name, number in descriptors.items()}
     if config.nice or config.shares_cores:
-        variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
+        spins = SHORTEST_SPINS if config.shares_cores else SHORT_SPINS
+        variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", spins)
     return variables | allocator(config.backend) | _visible_devices(config)
 
 

@@ -195,3 +195,16 @@ def test_the_placement_is_what_the_engines_get() -> None:
     on_gpu, on_cpu = prepare(model, MadeUp(facts)).configs
     assert (on_gpu.device_id, on_gpu.device_vendor, on_gpu.settings.slots) == ("GPU-7", "nvidia", 2)
     assert (on_cpu.device_id, on_cpu.device_vendor, on_cpu.settings.slots) == ("", "", 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "spins"),
+    [({}, None), ({"nice": 5}, "1000"), ({"nice": 5, "shares_cores": True}, "100")],
+    ids=["cores of its own", "beside HTTP", "beside another engine"],
+)
+def test_threads_of_an_engine_spin_as_long_as_its_cores_are_its_own(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], spins: str | None
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    config = EngineConfig("llama_cpp", "", "m", **settings)
+    assert environment(config, {}).get("GOMP_SPINCOUNT") == spins
