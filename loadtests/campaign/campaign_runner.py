@@ -25,20 +25,20 @@ import msgspec
 from crossover.loadtests.campaign import cell_selection
 from crossover.loadtests.campaign.campaign_file import (
     Campaign,
-    Cell,
     Plan,
     cell_of_target,
     check_trust,
 )
-from crossover.loadtests.campaign.cell_runner import CellRun, capacity_of
+from crossover.loadtests.campaign.cell_runner import CellRun
 from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_serving
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
 from crossover.loadtests.campaign.server_launch import CellServer
+from crossover.loadtests.campaign.time_budget import TimeBudget
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.comparison.run_environment import machine_differences
-from crossover.loadtests.errors import BadRunFolder, Incomplete, ServerFailed
+from crossover.loadtests.errors import BadRunFolder, Incomplete
 from crossover.loadtests.host.child_processes import signals_interrupt
 from crossover.loadtests.host.machine_lock import machine_lock
 from crossover.loadtests.levels.level_columns import levels_of
@@ -50,12 +50,6 @@ from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.fastest_backend import BEST
 from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.workload.request_lengths import notes_of
-
-# Measuring time of a cell that is to be confirmed after all: the seconds that its capacity says a
-# confirming level takes, times the margin for a second level, and time for warm-ups and last
-# answers.
-CONFIRM_MARGIN = 1.5
-CONFIRM_EXTRA_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -220,8 +214,7 @@ class CampaignSession:
                 self.confirming_blocks[state.key] = max(last_block, self._blocks) + 1
             if isinstance(state.ended, journal.CellSkipped) or state.key in self.confirming_blocks:
                 state.ended = None
-        to_confirm = cell_selection.cells_to_confirm(campaign, [state.cell for state in states])
-        self._to_confirm = to_confirm | self.confirming_blocks.keys()
+        self._budget = TimeBudget(campaign, states, self.confirming_blocks)
 
     def measure_all(self) -> None:
         """Measure until all cells are done. Raises Incomplete if nothing was measured."""
@@ -264,9 +257,10 @@ class CampaignSession:
         """Skip the cells of which it is known before any measurement that they cannot run here, so
         that the reason can be seen, and removed, before the campaign has taken its time."""
         for state in self._states:
-            why_not = self._why_not(state.cell) if state.ended is None else None
-            if why_not is not None:
-                self._skip(state, why_not)
+            if state.ended is None:
+                reason = cell_selection.why_not(state.cell, self._campaign, self.facts)
+                if reason is not None:
+                    self._skip(state, reason)
 
     def _skip(self, state: CellState, reason: str) -> None:
         """Record that a cell is skipped, and print why."""
@@ -289,16 +283,14 @@ class CampaignSession:
         """Measure a cell in one block, or record why it is skipped."""
         position = self._position_of(state)
         progress = self._progress
-        progress.set_status(state.key, "now", self._remaining_seconds)
-        confirms = state.key in self._to_confirm
+        progress.set_status(state.key, "now", self._budget.remaining_seconds)
+        confirms = state.key in self._budget.to_confirm
         try:
             if state.cell.backend == BEST:
                 choice = cell_selection.fastest_engine(
                     state.cell, self._campaign, self.facts, progress
                 )
                 state.record(choice)
-            if (why_not := self._why_not(state.cell)) is not None:
-                raise ServerFailed(why_not)
             cell_block = state.blocks.get(block) or self._begin_block(state, block, position)
             cell_run = CellRun(
                 state,
@@ -342,15 +334,9 @@ class CampaignSession:
         for text in filter(None, details):
             self._progress.say(f"  {text[:1].upper()}{text[1:]}")
 
-    def _why_not(self, cell: Cell) -> str | None:
-        return cell_selection.why_not(cell, self._campaign, self.facts)
-
     def _begin_block(self, state: CellState, block: int, position: str) -> journal.CellStarted:
         """Record that a cell begins a block, with the measuring time that it may use there."""
-        remaining_blocks = max(1, self._blocks - block + 1)
-        seconds = self._budget_of(state) / remaining_blocks
-        if state.calibrated is None:
-            seconds = max(seconds, self._estimate_seconds(state.cell))
+        seconds = self._budget.seconds_of(state, max(1, self._blocks - block + 1))
         until_seconds = round(state.spent_seconds + seconds, 3)
         cell_block = state.record(
             journal.CellStarted(cell=state.key, block=block, until_seconds=until_seconds)
@@ -360,33 +346,6 @@ class CampaignSession:
             f"{position}{number}: measuring for at most {formatting.duration(seconds)}"
         )
         return cell_block
-
-    def _budget_of(self, state: CellState) -> float:
-        """Return the seconds of measuring that a cell may still use: its share of what is left, or
-        what confirming takes."""
-        if state.key in self.confirming_blocks:
-            needed = capacity_of(state).confirm_seconds or 0.0
-            return CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
-        remaining_cells = [
-            other.cell for other in self._states if other is state or other.ended is None
-        ]
-        shares = cell_selection.share_budget(
-            remaining_cells, self._to_confirm, self._remaining_seconds, self._campaign
-        )
-        return shares[state.key]
-
-    def _estimate_seconds(self, cell: Cell) -> float:
-        """Return the seconds of measuring that a cell gets until it is calibrated, even if those
-        before it took longer than their shares: answers that come late make a level longer than
-        planned, and the last cells would not be measured at all."""
-        runnable = sum(not isinstance(one.ended, journal.CellSkipped) for one in self._states)
-        return cell_selection.estimate_seconds(cell, runnable, self._campaign)
-
-    @property
-    def _remaining_seconds(self) -> float:
-        """Measuring time that is left for all cells together."""
-        budget = cell_selection.budget_of(self._campaign, len(self._states))
-        return max(0.0, budget - sum(state.spent_seconds for state in self._states))
 
 
 def _is_confirmable(state: CellState) -> bool:

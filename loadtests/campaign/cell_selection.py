@@ -1,8 +1,7 @@
-"""Decides of the cells of a campaign whether they can run, on which engine and cores, and how long.
+"""Decides of the cells of a campaign whether they can run, and on which engine and cores.
 
 why_not(cell, campaign, facts)                      # None, or why it cannot run here
 fastest_engine(cell, campaign, facts, progress)     # the engine of a cell whose backend is "best"
-share_budget(cells, to_confirm, 600.0, campaign)    # {cell key: seconds}
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
 
 import msgspec
 
@@ -21,7 +19,6 @@ from crossover.loadtests.campaign.campaign_file import (
     ThirdPartyEngine,
 )
 from crossover.loadtests.campaign.progress import Progress
-from crossover.loadtests.capacity.capacity_estimate import shortest_level
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.host.cpu_pinning import Layout, divide_cores
 from crossover.loadtests.records.journal_events import EngineChosen
@@ -42,14 +39,6 @@ from crossover.serving.placement.placement_policy import (
 )
 from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.server_options import Policy
-
-CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
-ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
-SLOTS_SECONDS = 20.0  # to start a server again and calibrate it with a better number of slots
-# On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts took 2 to 3 s, a level 7 to 8 s more
-# than its window.
-GPU_CALIBRATION_SECONDS = 5.0
-GPU_LEVEL_MARGIN_SECONDS = 10.0
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
@@ -128,14 +117,13 @@ def cpu_settings(server: ServerSettings) -> SchedulerSettings:
     return server.filled(DEFAULT_SETTINGS["cpu"])
 
 
-def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout | None:
-    """Return how engine, API and load generator share the cores; None for an endpoint.
+def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout:
+    """Return how engine, API and load generator share the cores, where the campaign starts the
+    server.
 
     `usable`: logical CPUs; (): all that this process may use. Raises BadCampaign if the campaign
     wants more cores than there are.
     """
-    if cell.url is not None:
-        return None
     try:
         return divide_cores(
             usable or allowed_cores(), campaign.server.cores_of(cell.cores), cgroup_cores()
@@ -211,7 +199,6 @@ def fastest_engine(
 def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
     """Return the question which CPU engine serves the cell best. A model of the hub is fetched."""
     server, layout = campaign.server, layout_of(cell, campaign)
-    assert layout is not None
     model = cell.model_identity
     if model.spec is None:  # a model of the hub
         kind = "gguf" if model.kind == "gguf" else "onnx"
@@ -228,78 +215,3 @@ def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
         slo=campaign.slo,
         cache=server.cache,
     )
-
-
-# The budget.
-
-
-def cells_to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
-    """Return the keys of the cells to confirm: on each device those of `search.confirm` models, or
-    all.
-
-    On the CPU these are the smallest models, which take the least time; on the GPU the largest,
-    since it is there for what the CPU does not serve. The size of a mixture of experts is its
-    active parameters. A model whose shape is not known counts as the largest.
-    """
-    sizes = {
-        cell.model: float("inf") if cell.spec is None else cell.spec.active_parameters
-        for cell in cells
-    }
-    keys: set[str] = set()
-    for device in dict.fromkeys(cell.device for cell in cells):
-        device_cells = [cell for cell in cells if cell.device == device]
-        by_size = sorted(
-            dict.fromkeys(cell.model for cell in device_cells),
-            key=lambda model: sizes[model],
-            reverse=device == "gpu",
-        )
-        models = by_size[: campaign.search.confirm]  # None: all
-        keys |= {cell.key for cell in device_cells if cell.model in models}
-    return keys
-
-
-def budget_of(campaign: Campaign, cells: int) -> float:
-    """Return the measuring time of all cells together, in seconds. `cells`: their number."""
-    return campaign.budget_seconds or CELL_SECONDS * cells
-
-
-def share_budget(
-    cells: Sequence[Cell], to_confirm: set[str], seconds: float, campaign: Campaign
-) -> dict[str, float]:
-    """Return the seconds of measuring for each cell: cell key -> its part of `seconds`.
-
-    A cell that is only estimated gets the time that an estimate takes, and a cell on a GPU the time
-    that an estimate and one level take, since a GPU answers many requests in little time. The other
-    cells share the rest evenly. `to_confirm`: keys of the cells that are not only estimated.
-    """
-    even_seconds = seconds / max(1, len(cells))
-    shares_rest = {cell.key for cell in cells if cell.key in to_confirm and cell.device != "gpu"}
-    if not shares_rest:  # then the GPU's cells share the rest
-        shares_rest = {cell.key for cell in cells if cell.key in to_confirm}
-    needed = {
-        cell.key: min(even_seconds, _needed_seconds(cell, cell.key in to_confirm, campaign))
-        for cell in cells
-        if cell.key not in shares_rest
-    }
-    rest_seconds = (seconds - sum(needed.values())) / max(1, len(cells) - len(needed))
-    return {cell.key: needed.get(cell.key, rest_seconds) for cell in cells}
-
-
-def estimate_seconds(cell: Cell, cells: int, campaign: Campaign) -> float:
-    """Return the seconds of measuring that an estimate of a cell takes, at most its even part of
-    the budget. `cells`: number of cells that are measured."""
-    even_seconds = budget_of(campaign, cells) / max(1, cells)
-    return min(even_seconds, _needed_seconds(cell, False, campaign))
-
-
-def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float:
-    """Return the seconds of measuring that an estimate takes and, on a GPU, the level that confirms
-    it. On a GPU that is some 40 s, or 75 s if a TTFT limit of 2 s makes the level a minute long."""
-    if cell.device != "gpu":
-        return ESTIMATE_SECONDS + (SLOTS_SECONDS if are_slots_open(cell, campaign) else 0.0)
-    estimate_seconds = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
-    if not is_confirmed:
-        return estimate_seconds
-    min_level_seconds = campaign.search.level_seconds_on("gpu")
-    level_seconds = shortest_level(campaign.slo, None, min_level_seconds)
-    return estimate_seconds + GPU_LEVEL_MARGIN_SECONDS + level_seconds

@@ -60,7 +60,8 @@ class CellServer:
     def __init__(self, cell: Cell, campaign: Campaign, logs: Path) -> None:
         """Start nothing yet. `logs`: the folder for its output."""
         self.target = campaign.target or Target(url="")
-        self.layout = layout_of(cell, campaign)  # None: an endpoint
+        is_endpoint = cell.url is not None
+        self.layout = None if is_endpoint else layout_of(cell, campaign)
         self._cell, self._campaign = cell, campaign
         self._engine = campaign.engine_of(cell)
         self.is_crossover = self.layout is not None and self._engine is None

@@ -65,8 +65,8 @@ def test_a_configuration_is_measured_with_each_number_of_cores() -> None:
     keys = [cell.key for cell in plan.cells]
     assert len(set(keys)) == 2 and keys[0].endswith("-1-cores")
     layouts = [layout_of(cell, plan.campaign, (0, 1)) for cell in plan.cells]
-    assert [layout.engine for layout in layouts if layout] == [(0,), (0, 1)]
-    assert [layout.engine_threads for layout in layouts if layout] == [1, 2]
+    assert [layout.engine for layout in layouts] == [(0,), (0, 1)]
+    assert [layout.engine_threads for layout in layouts] == [1, 2]
     (single,) = on_machine('name = "x"\nmodels = ["135m"]\n[server]\ncores = 1').cells
     assert single.cores is None and "cores" not in single.key
 

@@ -15,9 +15,9 @@ from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import run
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.cell_runner import MAX_SERVER_STARTS
-from crossover.loadtests.campaign.cell_selection import ESTIMATE_SECONDS
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState
+from crossover.loadtests.campaign.time_budget import ESTIMATE_SECONDS
 from crossover.loadtests.errors import (
     BadRunFolder,
     Incomplete,

@@ -18,14 +18,13 @@ from crossover.loadtests.campaign.campaign_file import (
     read_campaign,
 )
 from crossover.loadtests.campaign.cell_selection import (
-    cells_to_confirm,
     layout_of,
     question_of,
-    share_budget,
     why_not,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
 from crossover.loadtests.campaign.server_launch import serve_command
+from crossover.loadtests.campaign.time_budget import cells_to_confirm, share_budget
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.records.journal_events import EngineChosen, of_kind
 from crossover.loadtests.records.run_folder import read_records
@@ -188,7 +187,6 @@ def test_the_fastest_engine_is_the_one_with_the_highest_capacity(
     cell = CellRecord(run.events, campaign, cells[0]).cell
     assert (cell.key, cell.backend) == ("smollm2-135m-best", "onnx")
     layout = layout_of(cell, campaign)
-    assert layout is not None
     words = serve_command(cell, best.campaign, layout, tmp_path / "ready.json")
     options = dict(zip(words, words[1:], strict=False))
     assert (options["--backend"], options["--format"]) == ("onnx", "int8")

@@ -17,15 +17,14 @@ from crossover.loadtests.campaign.campaign_file import (
     read_campaign,
 )
 from crossover.loadtests.campaign.cell_selection import (
-    cells_to_confirm,
     layout_of,
     placement_policy_of,
     question_of,
-    share_budget,
     why_not,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
 from crossover.loadtests.campaign.server_launch import info_of, serve_command
+from crossover.loadtests.campaign.time_budget import cells_to_confirm, share_budget
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.records.journal_events import (
     CellReady,
@@ -211,7 +210,6 @@ def test_a_server_is_started_on_its_device_with_that_devices_settings(tmp_path: 
     found = []
     for cell in plan.cells[:2]:
         layout = layout_of(cell, plan.campaign)
-        assert layout is not None
         words = serve_command(cell, plan.campaign, layout, tmp_path / "ready.json")
         options = dict(zip(words, words[1:], strict=False))
         names = ("--policy", "--backend", "--slots", "--context")
