@@ -83,13 +83,12 @@ def _prefix_reuse_sentence(data: ReportData, answers: Sequence[ModelAnswer]) -> 
     sentences = []
     for side in data.sides:
         cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
-        served = [cell for cell in cells if cell.is_served and cell.capacity is not None]
+        served = [(cell, cell.capacity) for cell in cells if cell.is_served and cell.capacity]
         if not served:
             continue
-        largest = served[-1]
-        assert largest.capacity is not None
-        sentence = reuse_words(largest.capacity, largest.unit_rate, largest.name)
-        users = users_words(largest.capacity)
+        largest, capacity = served[-1]
+        sentence = reuse_words(capacity, largest.unit_rate, largest.name)
+        users = users_words(capacity)
         if sentence and users:
             sentence = f"{sentence.removesuffix('.')}, which serves {users}."
         sentences.append(sentence)

@@ -58,7 +58,7 @@ def growth_of(question: Question, candidates: Sequence[Candidate]) -> Growth | N
     if percent is None:
         return None
     milestones = [
-        _no_longer_enough(question, machine)
+        _no_longer_enough(question, machine, percent)
         for machine in candidates
         if machine.owned and not machine.is_uncalibrated
     ]
@@ -83,9 +83,7 @@ def forecast_in(question: Question, month: int) -> Forecast:
     return question.forecast.scaled((1 + percent / 100) ** month)
 
 
-def _no_longer_enough(question: Question, machine: Candidate) -> Milestone:
-    percent = question.keys.forecast.growth_percent_per_month
-    assert percent is not None
+def _no_longer_enough(question: Question, machine: Candidate, percent: float) -> Milestone:
     count = max(0, machine.owned - question.keys.spares)
 
     def month_at(capacity: float | None) -> int | None:

@@ -1,6 +1,6 @@
 """The load to plan for: requests/s in each kind of hour of a month.
 
-    forecast = Forecast(day_loads(DAYS["office"], weekend=0.1, peak_rate=50.0))
+    forecast = Forecast(day_loads(DAYS["office"], weekend=0.1)).scaled(50.0)
     forecast.peak_rate, forecast.mean_rate
 
 Loads are sorted, busiest first.
@@ -73,28 +73,14 @@ class Forecast(msgspec.Struct, frozen=True):
         return sum(load.rate * load.hours for load in self.loads) / HOURS_A_MONTH
 
 
-def day_loads(
-    day: Sequence[float],
-    weekend: float = 1.0,
-    *,
-    peak_rate: float | None = None,
-    mean_rate: float | None = None,
-) -> tuple[Load, ...]:
-    """Return the loads of a month, from the relative rates of the hours of a weekday (`day`) and
-    the rate at weekends relative to weekdays (`weekend`).
-
-    Give exactly one of `peak_rate`, of the busiest hour, and `mean_rate`, of the month, requests/s.
-    """
+def day_loads(day: Sequence[float], weekend: float = 1.0) -> tuple[Load, ...]:
+    """Return the loads of a month, whose rates are relative like those of the hours of a weekday
+    (`day`). `weekend`: the rate at weekends relative to weekdays."""
     hours: dict[float, float] = defaultdict(float)  # relative rate -> hours of a month with it
     for factor, share in ((1.0, 1 - WEEKEND_SHARE), (weekend, WEEKEND_SHARE)):
         for relative_rate in day:
             hours[relative_rate * factor] += share * HOURS_A_MONTH / len(day)
-    if peak_rate is not None:
-        scale = peak_rate / max(hours)
-    else:
-        assert mean_rate is not None
-        scale = mean_rate * HOURS_A_MONTH / sum(rate * count for rate, count in hours.items())
-    return tuple(Load(rate * scale, hours[rate]) for rate in sorted(hours, reverse=True))
+    return tuple(Load(rate, hours[rate]) for rate in sorted(hours, reverse=True))
 
 
 def trace_loads(seconds: npt.NDArray[np.float64]) -> tuple[Load, ...]:

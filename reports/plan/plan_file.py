@@ -397,14 +397,15 @@ def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
         mean_rate = keys.users * keys.requests_per_user / SECONDS_A_DAY
     if keys.trace is None:
         day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
-        return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean_rate))
-    seconds = load_trace(str(folder / keys.trace)).seconds
-    if len(seconds) < 2 or not seconds[-1]:
-        raise BadPlan(
-            f"forecast.trace = {keys.trace!r} has no times of requests, so it has no rate. Use it "
-            "as the file of [workload], and give a rate"
-        )
-    forecast = Forecast(trace_loads(seconds))
+        forecast = Forecast(day_loads(day, keys.weekend))
+    else:
+        seconds = load_trace(str(folder / keys.trace)).seconds
+        if len(seconds) < 2 or not seconds[-1]:
+            raise BadPlan(
+                f"forecast.trace = {keys.trace!r} has no times of requests, so it has no rate. "
+                "Use it as the file of [workload], and give a rate"
+            )
+        forecast = Forecast(trace_loads(seconds))
     if keys.peak_rate is not None:
         return forecast.scaled(keys.peak_rate / forecast.peak_rate)
     return forecast if mean_rate is None else forecast.scaled(mean_rate / forecast.mean_rate)

@@ -37,15 +37,22 @@ def details(atlas: Atlas) -> Table:
     """Return the table of all entries, the cheapest output tokens first."""
     return table_of(
         atlas.entries,
-        Column("machine", "text", lambda entry: entry.measured.name),
-        Column("model", "text", lambda entry: entry.steps.model.name),
-        Column("engine", "text", lambda entry: entry.engine_words),
-        Column("capacity", "number", lambda entry: atlas.capacity_words(entry)),
-        Column("$ per M tokens", "number", lambda entry: dollars_in_words(entry.token_price)),
+        *_answer_columns(atlas),
         Column("price", "number", _price_words, missing="not known"),
         Column("1 stream", "tokens/s", lambda entry: entry.steps.decode_tokens_per_second(1)),
         Column("batched", "tokens/s", _batched_words),
         Column("measured", "text", _measurement_words),
+    )
+
+
+def _answer_columns(atlas: Atlas) -> tuple[Column[AtlasEntry], ...]:
+    """Return the columns that a terminal has room for."""
+    return (
+        Column("machine", "text", lambda entry: entry.measured.name),
+        Column("model", "text", lambda entry: entry.steps.model.name),
+        Column("engine", "text", lambda entry: entry.engine_words),
+        Column("capacity", "number", atlas.capacity_words),
+        Column("$ per M tokens", "number", lambda entry: dollars_in_words(entry.token_price)),
     )
 
 
@@ -72,14 +79,7 @@ def _measurement_words(entry: AtlasEntry) -> str:
 
 def terminal_lines(atlas: Atlas) -> list[str]:
     """Return the headline and a table of five columns."""
-    table = table_of(
-        atlas.entries,
-        Column("machine", "text", lambda entry: entry.measured.name),
-        Column("model", "text", lambda entry: entry.steps.model.name),
-        Column("engine", "text", lambda entry: entry.engine_words),
-        Column("capacity", "number", lambda entry: atlas.capacity_words(entry)),
-        Column("$ per M tokens", "number", lambda entry: dollars_in_words(entry.token_price)),
-    )
+    table = table_of(atlas.entries, *_answer_columns(atlas))
     return [atlas.headline, atlas.basis, "", *lines_of(table), "", CAPACITY_NOTE]
 
 

@@ -3,9 +3,10 @@ serve."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from crossover.models import formatting
+from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.tables import Column, Table, table_of
 from crossover.reports.answers.cheapest_gpu import GPU_FORMAT, gpus_that_fit
 from crossover.reports.answers.model_answers import ModelAnswer
@@ -13,6 +14,7 @@ from crossover.reports.devices.device_capacity import (
     TENSOR_PARALLEL_SIZES,
     DeviceCapacity,
     Service,
+    Traffic,
     capacity_of,
     machine_of,
 )
@@ -27,15 +29,11 @@ MAX_GPUS = 4
 def other_machines(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return what the cheapest GPUs would serve of the largest model; None where no model's shape
     and requests are known, or no GPU fits it."""
-    answer = _largest_known(answers)
-    if answer is None:
+    known = _largest_known(answers)
+    if known is None:
         return None
-    spec, traffic, unit_rate = (
-        answer.cell.spec,
-        answer.cell.traffic,
-        answer.cells[-1].unit_rate,
-    )
-    assert spec is not None and traffic is not None
+    answer, spec, traffic = known
+    unit_rate = answer.cells[-1].unit_rate
     capacities = [
         capacity_of(service, data.slo) for service in gpus_that_fit(spec, traffic, MAX_GPUS)
     ]
@@ -58,14 +56,12 @@ def other_machines(data: ReportData, answers: Sequence[ModelAnswer]) -> Section 
 def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     """Return what 1, 2, 4 and 8 GPUs would serve of the largest model: this machine's GPU, or the
     takeover GPU. None where neither is known."""
-    with_gpu = [answer for answer in answers if _gpu_of(answer, data) is not None]
-    answer = _largest_known(with_gpu)
-    device = None if answer is None else _gpu_of(answer, data)
-    if answer is None or device is None:
+    with_gpu = {answer: gpu for answer in answers if (gpu := _gpu_of(answer, data)) is not None}
+    known = _largest_known(with_gpu)
+    if known is None:
         return None
-    spec, traffic = answer.cell.spec, answer.cell.traffic
-    assert spec is not None and traffic is not None
-    machine = machine_of(device)
+    answer, spec, traffic = known
+    machine = machine_of(with_gpu[answer])
     capacities = [
         capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
         for count in TENSOR_PARALLEL_SIZES
@@ -88,12 +84,14 @@ def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | Non
     )
 
 
-def _largest_known(answers: Sequence[ModelAnswer]) -> ModelAnswer | None:
-    """Return the answer about the largest model whose shape and requests are known."""
+def _largest_known(
+    answers: Iterable[ModelAnswer],
+) -> tuple[ModelAnswer, ModelSpec, Traffic] | None:
+    """Return the answer about the largest model whose shape and requests are known, and these."""
     known = [
-        answer
+        (answer, spec, traffic)
         for answer in answers
-        if answer.cell.spec is not None and answer.cell.traffic is not None
+        if (spec := answer.cell.spec) is not None and (traffic := answer.cell.traffic) is not None
     ]
     return known[-1] if known else None
 

@@ -143,11 +143,11 @@ def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
 
 
 def test_a_month_has_its_hours() -> None:
-    forecast = Forecast(day_loads(DAYS["office"], 0.1, peak_rate=10.0))
+    forecast = Forecast(day_loads(DAYS["office"], 0.1)).scaled(10.0)
     assert forecast.peak_rate == pytest.approx(10.0)
     assert sum(one.hours for one in forecast.loads) == pytest.approx(HOURS_A_MONTH)
-    mean = day_loads(DAYS["people"], mean_rate=2.0)
-    assert Forecast(mean).mean_rate == pytest.approx(2.0)
+    office_hours = sum(DAYS["office"]) * (5 + 2 * 0.1) / 7 / 24
+    assert forecast.mean_rate == pytest.approx(10.0 * office_hours)
 
 
 def trace_of_three_hours(folder: Path, *, with_times: bool = True) -> Path:
