@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate, server_under_load
-from crossover.loadtests.capacity.capacity_text import common_rate, limit
+from crossover.loadtests.capacity.capacity_text import common_rate, estimate_words
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
 from crossover.loadtests.levels.level_warnings import NamedWarning, level_warnings
@@ -61,7 +61,7 @@ from crossover.serving.capacity.simulated_capacity import (
 from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.errors import WorkloadError
-from crossover.serving.workload.arrivals import Poisson, Trace, process_of
+from crossover.serving.workload.arrivals import Poisson, Trace, recorded_arrivals
 from crossover.serving.workload.request_lengths import Workload
 
 CPU, GPU = "cpu", "gpu"  # the two sides of a crossover
@@ -223,7 +223,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def estimated_words(self) -> str:
         """The estimated capacity with its interval: `31/s (27–36)`."""
-        return limit(self.capacity, self.unit_rate)
+        return estimate_words(self.capacity, self.unit_rate)
 
     @property
     def capacity_interval(self) -> RateInterval | None:
@@ -480,7 +480,7 @@ def _demand(manifest: RunManifest) -> Demand | None:
     The arrivals of a closed loop and of a trace are simulated as Poisson.
     """
     workload = _campaign_part(manifest, "workload", Workload)
-    arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
+    arrivals = recorded_arrivals(manifest.campaign.get("arrivals") or {"kind": "poisson"})
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
     demand = Demand(workload, arrivals)

@@ -15,7 +15,7 @@ import msgspec
 from crossover.models.errors import CrossoverError, printable
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TomlTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of a file: unknown keys are refused."""
 
 

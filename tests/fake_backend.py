@@ -21,7 +21,7 @@ from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     Saved,
-    parse_options,
+    parse_backend_options,
 )
 from crossover.serving.errors import (
     BackendUnavailable,
@@ -113,7 +113,7 @@ class FakeBackend:
         return BackendSpec(cls=path, weights="none", overhead=devices, has_export=True)
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
-        self._options = options = parse_options(self.options_type, config.options, "fake")
+        self._options = options = parse_backend_options(self.options_type, config.options, "fake")
         self._failure = options.fail_cause
         for tick in range(10):
             progress("loading nothing", tick / 10)

@@ -52,7 +52,7 @@ from crossover.serving.option_help import Count, Positive, Seconds, Share
 from crossover.serving.placement.engines import Device
 from crossover.serving.placement.fastest_backend import BEST
 from crossover.serving.server_options import EngineOptions
-from crossover.serving.toml_files import Table, parse_toml, read_toml
+from crossover.serving.toml_files import TomlTable, parse_toml, read_toml
 from crossover.serving.workload.arrivals import Arrivals, Poisson, Trace
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -113,7 +113,7 @@ class ServerSettings(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fi
         return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
 
-class SloSpec(Table, Limits, frozen=True):
+class SloSpec(TomlTable, Limits, frozen=True):
     """A preset, possibly with changes, or your own SLO."""
 
     preset: str | None = None
@@ -121,7 +121,7 @@ class SloSpec(Table, Limits, frozen=True):
     target: Share | None = None
 
 
-class Search(Table, frozen=True):
+class Search(TomlTable, frozen=True):
     """How the capacity of a cell is measured."""
 
     starts: Count = 1
@@ -142,7 +142,7 @@ class Search(Table, frozen=True):
         return self.level_seconds or default
 
 
-class ThirdPartyEngine(Table, frozen=True):
+class ThirdPartyEngine(TomlTable, frozen=True):
     """Another project's engine, started by a command for each of its cells."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")]
@@ -154,7 +154,7 @@ class ThirdPartyEngine(Table, frozen=True):
     install: str | None = None
 
 
-class CampaignFile(Table, frozen=True):
+class CampaignFile(TomlTable, frozen=True):
     """The file as it is written."""
 
     name: str

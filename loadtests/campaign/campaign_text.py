@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from crossover.loadtests.campaign.campaign_file import Campaign
-from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.cell_runner import estimate_of
 from crossover.loadtests.campaign.level_runner import level_text
 from crossover.loadtests.campaign.progress import console_of
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
@@ -96,7 +96,7 @@ def _capacity_of(record: CellRecord) -> journal.Capacity | None:
     """Return the final capacity of a cell, or else that of its levels so far; None: neither."""
     if isinstance(record.ended, journal.CellFinished):
         return record.ended.capacity
-    return capacity_of(record) if record.counted_levels else None
+    return estimate_of(record) if record.counted_levels else None
 
 
 def _skip_reason(record: CellRecord) -> str:
@@ -116,7 +116,7 @@ def _estimated_words(capacity: journal.Capacity | None, unit_rate: float | None)
     """Return the estimated capacity; where it is "none", with the reason."""
     if capacity is None:
         return None
-    estimate = capacity_text.limit(capacity, unit_rate)
+    estimate = capacity_text.estimate_words(capacity, unit_rate)
     if estimate != capacity_text.NO_CAPACITY or capacity.is_confirmed or not capacity.reason:
         return estimate
     return f"{estimate}: {capacity.reason}"

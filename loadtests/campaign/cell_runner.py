@@ -108,7 +108,7 @@ class CellRun:
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
-                    self._keep_unit(capacity_of(state))
+                    self._keep_unit(estimate_of(state))
                     last = self._measure()
                 if isinstance(last, StopMeasuring):
                     break
@@ -123,7 +123,7 @@ class CellRun:
                     ) from None
         calculating_since = self.clock()
         self.progress.tick(f"{state.key}: simulating the capacity")
-        capacity = self._with_advice(capacity_of(state))
+        capacity = self._with_advice(estimate_of(state))
         self._record_elapsed(self.clock() - calculating_since)
         return capacity
 
@@ -181,12 +181,12 @@ class CellRun:
 
     def _measure_level(self, plan: LevelPlan) -> None:
         """Measure a level once, and print what it shows."""
-        state, before = self.state, capacity_of(self.state)
+        state, before = self.state, estimate_of(self.state)
         # By the step times, the undisturbed machine misses the SLO at such a rate too.
         is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
         number = "check" if plan.is_unloaded_check else str(len(state.counted_levels) + 1)
         level = self._attempt(plan, number, counts_disturbed=is_missed_anyway)
-        capacity = capacity_of(state)
+        capacity = estimate_of(state)
         unit_rate = self._keep_unit(capacity)
         disturbance = level.finished and level.finished.disturbance
         if disturbance and disturbance.is_set_aside:
@@ -302,7 +302,7 @@ class CellRun:
             )
         )
         if calibration.step_times is not None:
-            capacity = capacity_of(state)
+            capacity = estimate_of(state)
             words = capacity_text.capacity_in_words(capacity, self._keep_unit(capacity))
         else:
             words = f"no step-time model, {calibration.reason}"
@@ -318,7 +318,7 @@ class CellRun:
             return
         if calibrated is None or calibrated.server is None:
             return
-        if capacity_of(state).state == "misses_slo_unloaded":
+        if estimate_of(state).state == "misses_slo_unloaded":
             return
         self.progress.tick(f"{state.key}: simulating other numbers of slots")
         choice = best_slots(
@@ -384,7 +384,7 @@ def cell_progress(
     """Return what is recorded about a cell, as far as the next measurement depends on it."""
     campaign, calibrated = record.campaign, record.calibrated
     has_no_model = calibrated is not None and calibrated.server is None
-    capacity = capacity_of(record)
+    capacity = estimate_of(record)
     left_seconds = cell_block.until_seconds - record.spent_seconds
     return CellProgress(
         slo=campaign.slo,
@@ -438,7 +438,7 @@ def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
     return max(speeds) / float(lengths_of(workload, 400, 1).output.mean())
 
 
-def capacity_of(record: CellRecord) -> journal.Capacity:
+def estimate_of(record: CellRecord) -> journal.Capacity:
     """Return the capacity of a cell by all its levels so far: from the step-time model if the
     calibration gave one that fits, otherwise from the levels alone."""
     calibrated = record.calibrated

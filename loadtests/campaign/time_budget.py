@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell
-from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.cell_runner import estimate_of
 from crossover.loadtests.campaign.cell_selection import are_slots_open
 from crossover.loadtests.campaign.resume_state import CellRecord
 from crossover.loadtests.capacity.capacity_estimate import shortest_level
@@ -58,7 +58,7 @@ class TimeBudget:
         last cells would not be measured at all.
         """
         if state.key in self._confirming:
-            needed = capacity_of(state).confirm_seconds or 0.0
+            needed = estimate_of(state).confirm_seconds or 0.0
             seconds = CONFIRM_MARGIN * needed + CONFIRM_EXTRA_SECONDS
         else:
             remaining_cells = [

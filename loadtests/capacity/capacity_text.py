@@ -51,7 +51,7 @@ def capacity_in_words(capacity: Capacity | None, unit_rate: float | None = None)
         return state_words(capacity)
     unit_rate = unit_rate or common_rate([capacity])
     kind = "estimated capacity" if capacity.method == "step_times" else "capacity"
-    return f"{state_words(capacity, unit_rate)}, {kind} {limit(capacity, unit_rate)}"
+    return f"{state_words(capacity, unit_rate)}, {kind} {estimate_words(capacity, unit_rate)}"
 
 
 def state_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
@@ -66,7 +66,7 @@ def state_words(capacity: Capacity | None, unit_rate: float | None = None) -> st
     return "no rate confirmed"
 
 
-def limit(capacity: Capacity | None, unit_rate: float | None = None) -> str:
+def estimate_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:
     """Return the estimated capacity with its 90 % interval: `2.4/s (2.0–2.9)`.
 
     From load levels alone it is `2.0–2.9/s`, or `not known`. It is `none` if single requests miss

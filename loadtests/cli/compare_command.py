@@ -16,7 +16,7 @@ from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.cli.command_of_options import command_of
 
 if TYPE_CHECKING:
-    from crossover.loadtests.comparison.compare_runs import Comparison, Row
+    from crossover.loadtests.comparison.compare_runs import ComparedMetric, Comparison
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ def show_comparison(result: Comparison, console: Console) -> None:
     console.print(terminal_table(table))
 
 
-def _interval_words(row: Row) -> str | None:
+def _interval_words(row: ComparedMetric) -> str | None:
     if row.low is None or row.high is None:
         return None
     return f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"

@@ -72,7 +72,7 @@ class RunValues(msgspec.Struct, frozen=True):
     values: dict[CellFacts, dict[Measurand, float]]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedMetric(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one cell at one load, in both arms. None: too few runs for a test."""
 
     cell: str
@@ -97,7 +97,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict | Literal["different"]
     reason: str  # why the verdict is not known
-    rows: list[Row]
+    rows: list[ComparedMetric]
     notes: list[str]
 
 
@@ -175,7 +175,7 @@ def compare(
     """Compare the second arm with the first. Raises NotComparable if runs differ in a fact that is
     not in `allow`."""
     notes = _check_facts(first, second, allow)
-    rows: list[Row] = []
+    rows: list[ComparedMetric] = []
     for first_cell, second_cell in _matching_cells(first, second, allow):
         words = _cell_words(first_cell, second_cell)
         first_values = _values_of_arm(first, first_cell)
@@ -198,7 +198,7 @@ def compare(
     return Comparison(verdict=verdict, reason=reason, rows=rows, notes=notes)
 
 
-def _overall_verdict(rows: Sequence[Row]) -> Verdict | Literal["different"]:
+def _overall_verdict(rows: Sequence[ComparedMetric]) -> Verdict | Literal["different"]:
     verdicts = {row.verdict for row in rows}
     if {"faster", "slower"} <= verdicts:
         return "different"
@@ -291,11 +291,13 @@ def _values_of_arm(arm: Sequence[RunValues], cell: CellFacts) -> dict[Measurand,
     return collected
 
 
-def _row(cell: str, measurand: Measurand, first: Sequence[float], second: Sequence[float]) -> Row:
+def _row(
+    cell: str, measurand: Measurand, first: Sequence[float], second: Sequence[float]
+) -> ComparedMetric:
     """Return the row of one metric, with Welch's test if there are enough runs. `first`, `second`:
     one value per run."""
     load, metric = measurand
-    row = Row(
+    row = ComparedMetric(
         cell=cell,
         load=load,
         metric=metric,
@@ -322,7 +324,7 @@ def _spread_logs(values: Sequence[float]) -> npt.NDArray[np.float64]:
     return spread
 
 
-def _with_verdicts(rows: Sequence[Row]) -> list[Row]:
+def _with_verdicts(rows: Sequence[ComparedMetric]) -> list[ComparedMetric]:
     """Return the rows with verdicts, by p-values that are corrected for their number (Holm)."""
     judged = list(rows)
     by_p_value = sorted((row.p, index) for index, row in enumerate(rows) if row.p is not None)

@@ -186,11 +186,11 @@ def processes() -> dict[int, Process]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
             with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-                found[int(pid)] = process_of(file.read(4096))
+                found[int(pid)] = parse_process(file.read(4096))
     return found
 
 
-def process_of(line: bytes) -> Process:
+def parse_process(line: bytes) -> Process:
     """Parse a line of /proc/PID/stat (proc_pid_stat(5)). The name is in parentheses, and may
     contain any characters, also parentheses."""
     name = line[line.index(b"(") + 1 : line.rindex(b")")].decode(errors="replace")

@@ -16,7 +16,7 @@ import psutil
 FORWARDERS = ("docker-proxy", "rootlessport", "slirp4netns", "pasta", "ssh")
 
 
-def is_loopback(url: str) -> bool:
+def is_this_machine(url: str) -> bool:
     """Return whether a URL certainly refers to this machine."""
     host = _parts(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
@@ -28,7 +28,7 @@ def listening_pid(url: str) -> int | None:
     None: it runs on another machine or under another user, it is one of FORWARDERS, or it is this
     process.
     """
-    if not is_loopback(url):
+    if not is_this_machine(url):
         return None
     parts = _parts(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)

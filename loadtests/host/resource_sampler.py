@@ -62,7 +62,7 @@ class Sampler:
         self._is_crossover = is_crossover
         self._interval_seconds = interval_seconds
         self._watch = CoreWatch(self._engine_pids, os.getpid())
-        self._gpu = Gpu()
+        self._gpu = GpuMeter()
         self._cpu_power = CpuPower()
         self._level: str | None = None
         self._lock = threading.Lock()  # held during a sample, and at a level's start and end
@@ -165,7 +165,7 @@ def visible_devices(pid: int) -> str | None:
     return value
 
 
-class Gpu:
+class GpuMeter:
     """Reads the engine's NVIDIA GPU through NVML. What the driver does not report is None.
 
     NVML and CUDA number GPUs differently, so the GPU is found by the UUID in the engine's

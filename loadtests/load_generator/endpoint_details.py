@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from crossover.loadtests.errors import LoadError, TargetUnusable
-from crossover.loadtests.host.listening_process import is_loopback
+from crossover.loadtests.host.listening_process import is_this_machine
 from crossover.loadtests.load_generator.completion_chunk import read_json
 from crossover.loadtests.load_generator.http_connection import (
     Pool,
@@ -83,7 +83,7 @@ def ask_details(target: Target, model: str) -> EndpointDetails:
             case "crossover":
                 details = _of_crossover(pool, model)
             case "llama-server":
-                details = _of_llama_server(pool, is_local=is_loopback(target.url))
+                details = _of_llama_server(pool, is_local=is_this_machine(target.url))
             case "vllm":
                 details = _of_vllm(pool)
             case _ if info := read_object(pool, "/api/show", {"model": model}).get("model_info"):

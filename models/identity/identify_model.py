@@ -36,7 +36,7 @@ from crossover.models.identity.model_ladder import (
     ladder_model,
     packaged_file,
 )
-from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
+from crossover.models.shape.hf_config import TEXTS, read_config, spec_of_config
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.export_with_optimum import foreign_spec
@@ -274,7 +274,7 @@ def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
-        return spec_of(config, name)
+        return spec_of_config(config, name)
     return foreign_spec(config, name)
 
 
@@ -340,5 +340,5 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
 def _stored_format(folder: Path, name: str) -> str:
     """Return the format of a snapshot's safetensors; "": they are not complete yet."""
     with suppress(ModelError):
-        return check_tensors(folder, spec_of(read_config(folder), name))
+        return check_tensors(folder, spec_of_config(read_config(folder), name))
     return ""

@@ -48,7 +48,7 @@ from crossover.models.identity.model_ladder import (
     ladder_model,
     packaged_file,
 )
-from crossover.models.shape.hf_config import TEXTS, read_config, spec_of
+from crossover.models.shape.hf_config import TEXTS, read_config, spec_of_config
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.text.tokenizer import check_has_tokenizer, write_shipped
 from crossover.models.weights.random_weights import GENERATOR
@@ -287,7 +287,9 @@ def _folder(
     spec, stored_format = model.spec, model.weight_format
     assert spec is not None
     if kind == "hf":
-        spec = spec_of(read_config(path), model.name)  # raises if torch cannot run the family
+        spec = spec_of_config(
+            read_config(path), model.name
+        )  # raises if torch cannot run the family
         stored_format = stored_format or check_tensors(path, spec)
         return _with_own_tokenizer(path, spec, requested_format or stored_format)
     if model.kind == "onnx":

@@ -61,7 +61,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def read_spec(folder: str | Path, name: str | None = None) -> ModelSpec:
     """Return the folder's shape. Raises UnsupportedModel with key and value."""
-    return spec_of(read_config(folder), name or Path(folder).name)
+    return spec_of_config(read_config(folder), name or Path(folder).name)
 
 
 def v4_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _texts(value: Any) -> list[str]:
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
-def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
+def spec_of_config(config: dict[str, Any], name: str) -> ModelSpec:
     """Return the shape in a config.json of either major version. Raises UnsupportedModel."""
     family_name = config.get("model_type")
     check_dense(config, name)

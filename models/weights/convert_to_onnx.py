@@ -38,11 +38,11 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from crossover.models.errors import BrokenWeights, UnsupportedModel
 from crossover.models.machine_limits import int8_bits
-from crossover.models.shape.hf_config import TEXTS, read_config, spec_of, v4_config
+from crossover.models.shape.hf_config import TEXTS, read_config, spec_of_config, v4_config
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.export_with_optimum import export_graph, foreign_spec
-from crossover.models.weights.random_weights import GENERATOR, Weights, as_bytes, write_texts
+from crossover.models.weights.random_weights import GENERATOR, RandomWeights, as_bytes, write_texts
 from crossover.models.weights.rotated_weights import BLOCK, RotatedRows, rotary_angles
 from crossover.models.weights.safetensors_reader import (
     EMBEDDING,
@@ -93,7 +93,9 @@ def make_onnx(
     seed = None if source_manifest is None else source_manifest.seed
     is_foreign = config.get("model_type") not in FAMILIES  # exported by optimum
     if spec is None:
-        spec = foreign_spec(config, source.name) if is_foreign else spec_of(config, source.name)
+        spec = (
+            foreign_spec(config, source.name) if is_foreign else spec_of_config(config, source.name)
+        )
     with atomic_folder(target) as folder:
         for name in TEXTS:
             if (source / name).is_file():
@@ -120,7 +122,7 @@ def make_random_onnx(
     report = progress or (lambda what, fraction: None)
     with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
-        _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, report)
+        _write_graph(spec, RandomWeights(spec, 0).rows, folder, weight_format, report)
         generator = f"{onnx_generator(weight_format)}, {GENERATOR}"
         write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", generator, 0))
     return target

@@ -36,7 +36,7 @@ from crossover.models.text.gguf_vocabulary import llama_library
 from crossover.models.text.tokenizer import SHIPPED_MARK, write_shipped
 from crossover.models.weights.gguf_writer import write_file, write_shape_file
 from crossover.models.weights.safetensors_reader import EMBEDDING, HEAD, Floats
-from crossover.models.weights.weight_formats import BLOCKS, GgufTensor
+from crossover.models.weights.weight_formats import BLOCKS, StoredTensor
 from crossover.models.weights.weights_manifest import (
     Manifest,
     Progress,
@@ -74,9 +74,9 @@ def write_gguf(
 
     Takes up to 300 MB of memory. Raises UnsupportedModel for an unknown format.
     """
-    weights = Weights(spec, seed)
+    weights = RandomWeights(spec, seed)
 
-    def data(tensor: GgufTensor) -> Iterable[memoryview]:
+    def data(tensor: StoredTensor) -> Iterable[memoryview]:
         if tensor.hf_name is not None:
             return weights.stream(tensor.hf_name, tensor.type)
         assert spec.rope_scaling is not None
@@ -114,7 +114,7 @@ def write_hf_folder(
     progress: Progress | None = None,
 ) -> None:
     """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically."""
-    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
+    kind, weights = DTYPES[dtype][0], RandomWeights(spec, seed)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in spec.tensors():
@@ -283,7 +283,7 @@ class RandomTensors(ABC):
         return blocks[np.random.default_rng(self._seed).integers(0, _QUANTIZED, length)]
 
 
-class Weights(RandomTensors):
+class RandomWeights(RandomTensors):
     """The tensors of a ladder model, by their Hugging Face names."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:

@@ -44,7 +44,7 @@ class TableCell(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerColumn(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the first table. `side` is its device; "": the column is about the model."""
 
     name: ColumnName
@@ -68,17 +68,19 @@ DEVICE_HEADS: dict[ColumnName, str] = {
     "estimated": "Estimated capacity (90 % CI)",
     "engine": "Engine",
 }
-MODEL = Column(name="model", head="Model")
-TAKEOVER = Column(name="takeover", head="Takeover GPU (capacity, price)")
-PRICE = Column(name="price", head="GPU (list price)")
+MODEL = AnswerColumn(name="model", head="Model")
+TAKEOVER = AnswerColumn(name="takeover", head="Takeover GPU (capacity, price)")
+PRICE = AnswerColumn(name="price", head="GPU (list price)")
 
 
-def columns_of(data: ReportData) -> tuple[Column, ...]:
+def columns_of(data: ReportData) -> tuple[AnswerColumn, ...]:
     """Return the columns of each device that was measured, then the takeover GPU if no GPU was
     measured, or the GPU's price if only the GPU was."""
     columns = [MODEL]
     for side in data.sides:
-        columns += [Column(name=name, head=head, side=side) for name, head in DEVICE_HEADS.items()]
+        columns += [
+            AnswerColumn(name=name, head=head, side=side) for name, head in DEVICE_HEADS.items()
+        ]
     if data.sides == (GPU,):
         columns.append(PRICE)
     elif GPU not in data.sides:
@@ -106,7 +108,7 @@ def answer_row(answer: ModelAnswer, data: ReportData) -> tuple[TableCell, ...]:
     return tuple(_table_cell(answer, column, data) for column in columns_of(data))
 
 
-def _table_cell(answer: ModelAnswer, column: Column, data: ReportData) -> TableCell:
+def _table_cell(answer: ModelAnswer, column: AnswerColumn, data: ReportData) -> TableCell:
     if column.name == "model":
         return TableCell(text=answer.model, detail=_model_detail(answer))
     if column.name == "takeover":

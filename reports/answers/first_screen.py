@@ -16,7 +16,7 @@ import msgspec
 from crossover.loadtests.capacity.capacity_text import none_words, reuse_words, users_words
 from crossover.models import formatting
 from crossover.reports.answers.answer_table import (
-    Column,
+    AnswerColumn,
     TableCell,
     answer_row,
     columns_of,
@@ -41,7 +41,7 @@ class FirstScreen(msgspec.Struct, frozen=True, kw_only=True):
     basis: str  # lengths, SLO and date, in one line
     alerts: tuple[str, ...]  # what a reader must not miss
     side_heads: tuple[tuple[str, str], ...]  # (side, its name and price); (): only one device
-    columns: tuple[Column, ...]
+    columns: tuple[AnswerColumn, ...]
     rows: tuple[tuple[TableCell, ...], ...]  # the table, a row for each model
     table_note: str  # what an estimated capacity of "none" means; "": no row has one
     lines: tuple[str, ...]  # below the table: what would give a capacity, which limit binds, ...

@@ -49,7 +49,7 @@ CONTEXTS = (256.0, 1024.0, 2048.0)
 PROMPTS = (32.0, 128.0, 512.0, 2048.0)
 
 
-class Constants(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceConstants(msgspec.Struct, frozen=True, kw_only=True):
     """The fitted constants of a class of devices (memory type and maker) under llama.cpp, and their
     error."""
 
@@ -64,13 +64,13 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _constants_by_class() -> Mapping[str, Constants]:
+def _constants_by_class() -> Mapping[str, DeviceConstants]:
     """Return `apple|nvidia` -> the constants of that memory type and maker."""
     file = resources.files(__package__).joinpath("step_time_constants.json")
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, Constants])
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, DeviceConstants])
 
 
-def constants_of(device: Device) -> Constants:
+def constants_of(device: Device) -> DeviceConstants:
     """Return the constants of a device's class; makers without published measurements share the
     class `other`."""
     of_maker = _constants_by_class().get(f"{device.memory_type}|{device.maker}")

@@ -52,7 +52,7 @@ WIDE_HALF_WIDTH = math.log(3)
 HOST_BOUND_PARAMETERS = 2e9
 
 
-class Constants(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConstants(msgspec.Struct, frozen=True, kw_only=True):
     """The fitted constants: shares of what the datasheet says, and seconds."""
 
     bandwidth_share: float = 0.862
@@ -69,7 +69,7 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     request_seconds: float = 9.3e-3
 
 
-CONSTANTS = Constants()
+CONSTANTS = ServerConstants()
 
 
 class Products(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def server_step_times(
     spec: ModelSpec,
     weight_format: str,
     devices: int = 1,
-    constants: Constants = CONSTANTS,
+    constants: ServerConstants = CONSTANTS,
 ) -> PredictedSteps:
     """Return the step-time model of a server on `devices` that share each step.
 
@@ -140,7 +140,7 @@ def server_step_times(
 
 
 def _all_reduces(
-    device: Device, spec: ModelSpec, devices: int, constants: Constants
+    device: Device, spec: ModelSpec, devices: int, constants: ServerConstants
 ) -> tuple[float, float]:
     """Return the seconds of the all-reduces of a step, and those for each of its tokens."""
     if devices == 1:

@@ -34,7 +34,7 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.faults import converted
 from crossover.serving.option_help import Seconds
 from crossover.serving.placement.engines import usual_format
-from crossover.serving.toml_files import Table
+from crossover.serving.toml_files import TomlTable
 from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
 from crossover.serving.workload.request_lengths import Workload, lengths_in_words, notes_of
 from crossover.serving.workload.trace_file import load_trace
@@ -67,7 +67,7 @@ class BadPlan(ReportError):
     """A plan file is invalid; the message names key and value."""
 
 
-class ForecastKeys(Table, frozen=True, kw_only=True):
+class ForecastKeys(TomlTable, frozen=True, kw_only=True):
     """The rate: one of peak_rate, mean_rate and users, or none of them for that of the trace."""
 
     peak_rate: Positive | None = None
@@ -83,7 +83,7 @@ class ForecastKeys(Table, frozen=True, kw_only=True):
     arrivals: Constant | Poisson | Gamma = Poisson()
 
 
-class MachineKeys(Table, frozen=True, kw_only=True):
+class MachineKeys(TomlTable, frozen=True, kw_only=True):
     """One machine: exactly one of run, file and device."""
 
     run: str | None = None
@@ -101,7 +101,7 @@ class MachineKeys(Table, frozen=True, kw_only=True):
     hosting_dollars_per_month: Annotated[float, Meta(ge=0, le=1e9)] | None = None
 
 
-class ModelKeys(Table, frozen=True, kw_only=True):
+class ModelKeys(TomlTable, frozen=True, kw_only=True):
     """One of several models: exactly one of share and rate."""
 
     model: str
@@ -112,7 +112,7 @@ class ModelKeys(Table, frozen=True, kw_only=True):
     slo: str | SloSpec | None = None
 
 
-class ApiKeys(Table, frozen=True, kw_only=True):
+class ApiKeys(TomlTable, frozen=True, kw_only=True):
     """The prices of an API that serves a comparable model."""
 
     input: Positive
@@ -120,7 +120,7 @@ class ApiKeys(Table, frozen=True, kw_only=True):
     output: Positive
 
 
-class ColdStartKeys(Table, frozen=True, kw_only=True):
+class ColdStartKeys(TomlTable, frozen=True, kw_only=True):
     """Machines that stop when no request comes."""
 
     idle_minutes: Positive = 15.0
@@ -128,7 +128,7 @@ class ColdStartKeys(Table, frozen=True, kw_only=True):
     disk_gb_per_second: Positive | None = None
 
 
-class PlanFile(Table, frozen=True, kw_only=True):
+class PlanFile(TomlTable, frozen=True, kw_only=True):
     """A plan file as it was written."""
 
     name: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import vl_convert
 
-from crossover.reports.answers.answer_table import Column, ColumnName
+from crossover.reports.answers.answer_table import AnswerColumn, ColumnName
 from crossover.reports.answers.first_screen import FirstScreen, first_screen_of
 from crossover.reports.answers.headline import whole_machine_words
 from crossover.reports.answers.model_answers import Grade, ModelAnswer
@@ -194,7 +194,7 @@ def _key(
     return key
 
 
-def _lefts(columns: Sequence[Column]) -> list[float]:
+def _lefts(columns: Sequence[AnswerColumn]) -> list[float]:
     """Return the pixels from the margin at which each column begins."""
     widths = [WIDTHS[column.name] for column in columns]
     return [INSIDE * sum(widths[:index]) / sum(widths) for index in range(len(widths))]

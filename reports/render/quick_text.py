@@ -35,7 +35,7 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
         words = ". ".join(filter(None, (f"none: {answer.reason}".rstrip("."), advice)))
         yield "Estimated capacity", words, ""
     else:
-        rate = formatting.of_requests(capacity_text.limit(capacity, answer.unit_rate))
+        rate = formatting.of_requests(capacity_text.estimate_words(capacity, answer.unit_rate))
         yield "Estimated capacity", rate, "estimated, 90 % confidence interval"
     if answer.users is not None:
         think = formatting.seconds(answer.users.think_seconds)

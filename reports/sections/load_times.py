@@ -76,7 +76,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
     )
 
 
-class Bridge(NamedTuple):
+class BridgedLoad(NamedTuple):
     """What the CPU serves while a GPU loads a model."""
 
     model: str
@@ -86,7 +86,7 @@ class Bridge(NamedTuple):
     load_seconds: float
 
 
-def _bridge(answers: Sequence[ModelAnswer]) -> Bridge | None:
+def _bridge(answers: Sequence[ModelAnswer]) -> BridgedLoad | None:
     """Return the bridge for the largest model that the CPU serves: to this machine's GPU as
     measured, else to the takeover GPU as predicted; None: no model has both."""
     for answer in reversed(answers):
@@ -94,20 +94,20 @@ def _bridge(answers: Sequence[ModelAnswer]) -> Bridge | None:
         if cpu is None or not cpu.confirmed_rate:
             continue
         if gpu is not None and (seconds := _measured_seconds(gpu)):
-            return Bridge(answer.model, cpu, "this GPU", gpu.confirmed_rate, seconds)
+            return BridgedLoad(answer.model, cpu, "this GPU", gpu.confirmed_rate, seconds)
         if takeover is not None and (predicted := gpu_load_seconds(answer)):
-            return Bridge(answer.model, cpu, takeover.name, takeover.low, predicted)
+            return BridgedLoad(answer.model, cpu, takeover.name, takeover.low, predicted)
     return None
 
 
-def _sentence(bridge: Bridge) -> str:
+def _sentence(bridge: BridgedLoad) -> str:
     return (
         f"While a GPU loads {bridge.model} for about {formatting.duration(bridge.load_seconds)}, "
         f"this CPU serves {formatting.of_requests(bridge.cpu.confirmed_words)}."
     )
 
 
-def _bridge_chart(bridge: Bridge) -> Chart:
+def _bridge_chart(bridge: BridgedLoad) -> Chart:
     """Return a bar for each device over the time since the first request: the CPU serves, while the
     GPU loads, and then the GPU serves."""
     loaded, end = bridge.load_seconds, 2 * bridge.load_seconds

@@ -52,7 +52,7 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 Options = TypeVar("Options", bound=msgspec.Struct)
 
 
-def parse_options(kind: type[Options], values: Mapping[str, Any], backend: str) -> Options:
+def parse_backend_options(kind: type[Options], values: Mapping[str, Any], backend: str) -> Options:
     """Return the options of a backend as a struct of type `kind`, from their values by name.
 
     Values may be text, as the command line gives them: "true" becomes True. Raises Unsupported,

@@ -49,7 +49,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     facts: HardwareFacts
     backends: tuple[BackendProbe, ...]
-    advice: dict[str, str]  # how to install what a backend lacks, by backend
+    backend_advice: dict[str, str]  # how to install what a backend lacks, by backend
     cache: str  # the folder, or why there is none
     cache_free_bytes: int | None  # None: there is no cache
     warnings: dict[str, str]  # what is wrong and what to do, by the warning's name
@@ -58,7 +58,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def doctor() -> None:
     """Show this machine, which backends work on it, and why the others do not."""
-    typer.echo("\n".join(page(examine())))
+    typer.echo("\n".join(diagnosis_lines(examine())))
 
 
 def examine() -> Diagnosis:
@@ -79,7 +79,7 @@ def examine() -> Diagnosis:
     cmake_flags = native_flags_here()
     advice_by_backend: dict[str, str] = {}
     for result in backends:
-        if text := advice(result, has_compiler, has_gpu, cmake_flags):
+        if text := backend_advice(result, has_compiler, has_gpu, cmake_flags):
             advice_by_backend[result.backend] = text
     cache, free_bytes = _cache()
     has_working_backend = any(result.works for result in backends)
@@ -88,7 +88,7 @@ def examine() -> Diagnosis:
     physical_cores = len(set(physical_of(measured_cpus).values()))
     warnings = dict(
         [
-            *warnings_of(facts, has_working_backend, free_bytes),
+            *machine_warnings(facts, has_working_backend, free_bytes),
             *warnings_of_cores(physical_cores, core_speeds),
             *warnings_of_builds(facts, backends, cmake_flags),
         ]
@@ -126,7 +126,7 @@ def _cache() -> tuple[str, int | None]:
     return str(folder), shutil.disk_usage(existing_path).free
 
 
-def advice(
+def backend_advice(
     probe: BackendProbe, has_compiler: bool, has_gpu: bool, cmake_flags: str = ""
 ) -> str | None:
     """Return what to do about a backend that does not work or does not use the GPU; None: nothing.
@@ -155,7 +155,7 @@ def with_cmake_flags(command: str, cmake_flags: str) -> str:
     return f'CMAKE_ARGS="{cmake_flags}" {command}' if cmake_flags else command
 
 
-def warnings_of(
+def machine_warnings(
     facts: HardwareFacts, has_working_backend: bool, cache_free_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each warning about the machine; a pure function."""
@@ -280,7 +280,7 @@ def warnings_of_builds(
             )
 
 
-def page(diagnosis: Diagnosis) -> Iterator[str]:
+def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the diagnosis for people, line by line."""
     facts = diagnosis.facts
     yield "This machine"

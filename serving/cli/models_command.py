@@ -161,7 +161,7 @@ def plan_models(
 ) -> None:
     """Show the memory of a model per format and device, and what `crossover serve` would do."""
     requested_formats = [known_format(text) for text in formats or ()]
-    facts = machine_of(
+    facts = machine_with(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
     )
@@ -258,7 +258,7 @@ def _memory_line(attempt: Attempt) -> str:
     )
 
 
-def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
+def machine_with(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
     """Return this machine with other memory. None: its own. `vram_bytes` gives it one GPU, which
     every GPU backend can use."""
     facts = hardware_facts()

@@ -87,7 +87,7 @@ def main() -> int:
     except ParentGone:
         return 1
     except Exception as problem:
-        cause = cause_of(problem, loading=not worker.ready)
+        cause = cause_of_failure(problem, loading=not worker.ready)
         worker.send(ipc.Died(cause, f"{type(problem).__name__}: {problem}"))
         if not isinstance(problem, ServingError | ModelError):
             raise
@@ -252,7 +252,7 @@ class Worker:
         self.send(ipc.Step([delta], stats))
 
 
-def cause_of(problem: Exception, loading: bool) -> Cause:
+def cause_of_failure(problem: Exception, loading: bool) -> Cause:
     """Return the cause that an exception means for the supervisor."""
     if isinstance(problem, BackendUnavailable):
         return Cause.backend_missing

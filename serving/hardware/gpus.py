@@ -150,7 +150,7 @@ def list_gpus() -> FoundGpus:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
     except Exception as problem:  # NVMLError, or what an older driver makes of nvidia-ml-py
-        return FoundGpus((), cause_of(str(problem)), f"NVML: {problem}")
+        return FoundGpus((), cause_of_nvml(str(problem)), f"NVML: {problem}")
     gpus: list[GpuFacts] = []
     problems: list[str] = []
     for index in range(count):
@@ -161,7 +161,7 @@ def list_gpus() -> FoundGpus:
     call_or_none(pynvml.nvmlShutdown)
     note = "; ".join(problems)
     if not gpus:
-        cause = cause_of(note) if note else Cause.no_device
+        cause = cause_of_nvml(note) if note else Cause.no_device
         return FoundGpus((), cause, note or "the NVIDIA driver is loaded but lists no GPU")
     return FoundGpus(tuple(gpus), None, note or None)
 
@@ -185,7 +185,7 @@ def _read(nvml: Any, index: int) -> GpuFacts:
     )
 
 
-def cause_of(text: str) -> Cause:
+def cause_of_nvml(text: str) -> Cause:
     """Return the cause for an error message of NVML."""
     lowered = text.lower()
     if "mismatch" in lowered:

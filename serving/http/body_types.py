@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from crossover.serving.http.api_errors import ApiError
-from crossover.serving.http.request_words import explain
+from crossover.serving.http.request_words import explain_fault
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
@@ -331,7 +331,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         with_integers = _with_integers(msgspec.json.decode(body))  # 2.0 is accepted as 2
         return msgspec.convert(with_integers, decoder.type, str_keys=True)
     except msgspec.ValidationError as problem:
-        path, sentence = explain(str(problem), decoder.type)
+        path, sentence = explain_fault(str(problem), decoder.type)
         raise ApiError(400, f"{path or 'the body'}: {sentence}", param=path or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise ApiError(400, f"The body is not JSON: {problem}.", "invalid_json") from None

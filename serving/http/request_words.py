@@ -47,7 +47,7 @@ _HINTS = {
 }
 
 
-def explain(problem: str, request: type) -> tuple[str, str]:
+def explain_fault(problem: str, request: type) -> tuple[str, str]:
     """Return the path of the wrong key, as OpenAI writes it, and a sentence about it.
 
     `problem`: msgspec's message. The path is "" if the problem is the body as a whole.

@@ -30,7 +30,7 @@ from crossover.serving.backends.backend_table import (
     weights_of,
 )
 from crossover.serving.backends.llama_cpp.dry_load import reported_memory
-from crossover.serving.backends.onnx.onnx_folder import weight_bytes
+from crossover.serving.backends.onnx.onnx_folder import graph_bytes
 from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import Cause, ServingError, Unsupported
 from crossover.serving.hardware.cpu_topology import (
@@ -416,7 +416,7 @@ def _with_files(
     size_bytes, path = files.file_bytes, Path(files.path)
     memory_by_context: dict[int, EngineMemory] = {}
     if path.suffix == ".onnx":
-        size_bytes = weight_bytes(path)
+        size_bytes = graph_bytes(path)
     elif size_bytes is not None and engine.backend == "llama_cpp":
         memory_by_context = reported_memory(
             files.path, files.spec, model.scheduler, model.options, model.prefix_reuse

@@ -28,14 +28,14 @@ CDF_LANE = 0xFFFF  # of the number that picks by inverse CDF; proposals have the
 PHILOX_ROUNDS = 10
 
 
-class Constants(NamedTuple):
+class GeneratorConstants(NamedTuple):
     """Of the generator, as arrays where the numbers are computed."""
 
     multipliers: Words  # [2, 1, 1]
     key_steps: Words  # [rounds, 2, 1, 1]: what is added to the key in each round
 
 
-CONSTANTS = Constants(
+CONSTANTS = GeneratorConstants(
     np.array([0xD2511F53, 0xCD9E8D57]).reshape(2, 1, 1),
     np.arange(PHILOX_ROUNDS).reshape(-1, 1, 1, 1)
     * np.array([0x9E3779B9, 0xBB67AE85]).reshape(2, 1, 1),
@@ -64,7 +64,7 @@ CDF_COUNTER = proposal_counters([(CDF_LANE, 1)])
 
 
 def philox(
-    even: Words, odd: Words, key: Words, constants: Constants = CONSTANTS
+    even: Words, odd: Words, key: Words, constants: GeneratorConstants = CONSTANTS
 ) -> tuple[Words, Words]:
     """Four random words from a counter of four words and a key of two.
 
@@ -84,7 +84,7 @@ def philox(
 
 
 def proposal_bits(
-    keys: Words, counters: Words, constants: Constants = CONSTANTS
+    keys: Words, counters: Words, constants: GeneratorConstants = CONSTANTS
 ) -> tuple[Words, Words]:
     """Of each proposal of each row 53 bits for its group and 53 for whether it is accepted,
     [2, rows, proposals], and its member of 64, [rows, proposals]: see

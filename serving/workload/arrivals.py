@@ -87,7 +87,7 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
     return times[times < duration_seconds]
 
 
-def process_of(detail: Mapping[str, Any]) -> Arrivals:
+def recorded_arrivals(detail: Mapping[str, Any]) -> Arrivals:
     """Return the arrival process that is recorded in a journal. Raises WorkloadError if it cannot
     be read."""
     try:

@@ -23,7 +23,7 @@ from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import generator
 from crossover.serving.workload.request_lengths import Workload, draw
 from crossover.serving.workload.trace_file import load_sessions
-from crossover.serving.workload.trace_row import Row
+from crossover.serving.workload.trace_row import TraceRow
 
 TurnNumbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -93,7 +93,7 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
     return sessions
 
 
-def _turn_of_row(row: Row, workload: Workload, rng: np.random.Generator) -> Turn:
+def _turn_of_row(row: TraceRow, workload: Workload, rng: np.random.Generator) -> Turn:
     """Return the turn that a row of a file describes. If it has no think time, one is drawn."""
     max_prompt, max_output = workload.limits
     think_seconds = row.think_seconds

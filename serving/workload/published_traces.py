@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from crossover.serving.workload.trace_row import Row
+from crossover.serving.workload.trace_row import TraceRow
 
 CHARACTERS_PER_TOKEN = 4.0  # of English text
 CUSTOM_OUTPUT_TOKENS = 256  # of vLLM's custom dataset, if a line has none: its own default
@@ -28,7 +28,7 @@ _PROMPT_COLUMNS = ("contexttokens", "request tokens", "num_prefill_tokens", "pro
 _OUTPUT_COLUMNS = ("generatedtokens", "response tokens", "num_decode_tokens", "output_tokens")
 _TIME_COLUMNS = ("timestamp", "arrived_at", "seconds")
 
-LineReader = Callable[[bytes], Sequence[Row]]  # line -> its requests
+LineReader = Callable[[bytes], Sequence[TraceRow]]  # line -> its requests
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -70,17 +70,17 @@ def reader_of(lines: Sequence[bytes]) -> LineReader:
     return _own_line
 
 
-def _own_line(line: bytes) -> Sequence[Row]:
-    return (msgspec.json.decode(line, type=Row),)
+def _own_line(line: bytes) -> Sequence[TraceRow]:
+    return (msgspec.json.decode(line, type=TraceRow),)
 
 
-def _mooncake_line(line: bytes) -> Sequence[Row]:
+def _mooncake_line(line: bytes) -> Sequence[TraceRow]:
     read = msgspec.json.decode(line, type=_MooncakeLine)
     seconds = read.timestamp / 1e3
     return (_row(read.input_length, read.output_length, seconds, read.hash_ids),)
 
 
-def _custom_line(line: bytes) -> Sequence[Row]:
+def _custom_line(line: bytes) -> Sequence[TraceRow]:
     read = msgspec.json.decode(line, type=_CustomLine)
     output_tokens = CUSTOM_OUTPUT_TOKENS if read.output_tokens is None else read.output_tokens
     return (_row(_tokens(read.prompt), output_tokens),)
@@ -92,11 +92,11 @@ class _ListReader:
     def __init__(self, text: bytes) -> None:
         self._rows = list(self._rows_of(text))
 
-    def __call__(self, line: bytes) -> Sequence[Row]:
+    def __call__(self, line: bytes) -> Sequence[TraceRow]:
         rows, self._rows = self._rows, []
         return rows
 
-    def _rows_of(self, text: bytes) -> Iterator[Row]:
+    def _rows_of(self, text: bytes) -> Iterator[TraceRow]:
         for item in msgspec.json.decode(text, type=list[_Conversation]):
             if len(item.conversations) >= 2:
                 prompt, answer = item.conversations[:2]
@@ -118,7 +118,7 @@ class _CsvReader:
             )
         self._is_header = True
 
-    def __call__(self, line: bytes) -> Sequence[Row]:
+    def __call__(self, line: bytes) -> Sequence[TraceRow]:
         if self._is_header:
             self._is_header = False
             return ()
@@ -137,7 +137,7 @@ def _row(
     output_tokens: float,
     seconds: float | None = None,
     hash_ids: tuple[int, ...] = (),
-) -> Row:
+) -> TraceRow:
     """Return a request, with the bounds of Crossover's own format. Raises ValidationError."""
     fields = {
         "prompt_tokens": prompt_tokens,
@@ -145,7 +145,7 @@ def _row(
         "seconds": seconds,
         "hash_ids": hash_ids,
     }
-    return msgspec.convert(fields, Row)
+    return msgspec.convert(fields, TraceRow)
 
 
 def _column(names: Sequence[str], known_names: Sequence[str]) -> int | None:

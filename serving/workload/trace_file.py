@@ -37,7 +37,7 @@ import numpy.typing as npt
 from crossover.models.errors import printable
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.published_traces import reader_of
-from crossover.serving.workload.trace_row import Row
+from crossover.serving.workload.trace_row import TraceRow
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -83,13 +83,13 @@ def load_trace(path: str) -> TraceRows:
 
 
 @functools.lru_cache(maxsize=8)
-def load_sessions(path: str) -> list[list[Row]]:
+def load_sessions(path: str) -> list[list[TraceRow]]:
     """Return the turns of each session, in the order in which the sessions begin. Empty if the file
     has no sessions.
 
     Raises WorkloadError if the file cannot be read, or only some of its lines have a session.
     """
-    sessions: dict[str | int | None, list[Row]] = {}
+    sessions: dict[str | int | None, list[TraceRow]] = {}
     for row in _read_rows(path):
         if row.prompt_tokens and row.output_tokens:
             sessions.setdefault(row.session, []).append(row)
@@ -101,7 +101,7 @@ def load_sessions(path: str) -> list[list[Row]]:
     return [turns for name, turns in sessions.items() if name is not None]
 
 
-def _read_rows(path: str) -> list[Row]:
+def _read_rows(path: str) -> list[TraceRow]:
     """Return all rows of a file. Raises WorkloadError if it is missing or has an invalid line."""
     name = shown_path(path)
     try:
@@ -110,7 +110,7 @@ def _read_rows(path: str) -> list[Row]:
         text = Path(path).read_bytes()
     except OSError as problem:
         raise WorkloadError(f"trace {name} cannot be read: {problem.strerror}") from None
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     number = 1
     try:
         lines = text.splitlines()
@@ -129,7 +129,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return printable(os.fsdecode(path))
 
 
-def _checked(row: Row) -> Row:
+def _checked(row: TraceRow) -> TraceRow:
     """Return the row. Raises ValueError if a token count is not an integer; 320.0, as data frames
     write it, is one."""
     for name in ("prompt_tokens", "output_tokens"):

@@ -13,7 +13,7 @@ _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0
 BLOCK_TOKENS = 512  # of a prompt, which one of `hash_ids` names
 
 
-class Row(msgspec.Struct):
+class TraceRow(msgspec.Struct):
     """One request of the file. See the docstring of trace_file.py."""
 
     prompt_tokens: _Tokens

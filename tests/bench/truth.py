@@ -28,7 +28,7 @@ import numpy as np
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from crossover.loadtests.campaign.campaign_runner import run
-from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.cell_runner import estimate_of
 from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
@@ -113,7 +113,7 @@ def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -
 def found_in(run: RunRecords) -> Capacity:
     """Return the capacity that today's code estimates from the levels of a run."""
     campaign, cells = campaign_of(run.manifest)
-    return capacity_of(CellRecord(run.events, campaign, cells[0], levels_of(run)))
+    return estimate_of(CellRecord(run.events, campaign, cells[0], levels_of(run)))
 
 
 def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:

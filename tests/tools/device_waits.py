@@ -25,7 +25,7 @@ from crossover.serving.backends.torch.backend import WARM_UP_SAMPLINGS, TorchBac
 from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
 from crossover.serving.backends.torch.forward_pass import SlotModel
 from crossover.serving.backends.torch.gpu_sampler import DeviceSampler
-from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
+from crossover.serving.backends.torch.torch_weights import Dense, Layer, ModelTensors
 from crossover.serving.backends.torch.varlen_attention import KvCache
 from crossover.serving.sampling.step_inputs import PLACEHOLDER, Row
 
@@ -98,7 +98,7 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
     return host.waits + copies.waits
 
 
-def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> Weights:
+def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> ModelTensors:
     """A model's weights of tensors that `tensor` makes for a shape."""
     hidden, heads = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     normed = spec.family == "qwen3"
@@ -116,7 +116,7 @@ def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> Weights:
         for _ in range(spec.layers)
     ]
     embedding = tensor(spec.vocabulary, hidden)
-    return Weights(embedding, Dense(embedding), tensor(hidden), layers)
+    return ModelTensors(embedding, Dense(embedding), tensor(hidden), layers)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -13,7 +13,11 @@ import msgspec
 
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
 from crossover.models.weights.weights_manifest import Progress
-from crossover.serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
+from crossover.serving.backends.backend_interface import (
+    EngineConfig,
+    check_sizes,
+    parse_backend_options,
+)
 from crossover.serving.backends.llama_cpp.cache_layout import (
     PASS_TOKENS,
     keeps_windows_only,
@@ -49,7 +53,7 @@ class Loader:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         settings = config.settings
-        self.options = options = parse_options(LlamaOptions, config.options, "llama_cpp")
+        self.options = options = parse_backend_options(LlamaOptions, config.options, "llama_cpp")
         self.threads = config.threads or len(allowed_cores())
         self.llama = library()
         self.kv_dtype = "fp16" if settings.kv_dtype == AUTO else settings.kv_dtype

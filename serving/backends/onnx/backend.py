@@ -21,7 +21,7 @@ from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     check_sizes,
-    parse_options,
+    parse_backend_options,
 )
 from crossover.serving.backends.onnx.fixed_kv_cache import SlotGraph
 from crossover.serving.backends.onnx.growing_kv_cache import GrowingGraph
@@ -52,7 +52,7 @@ class OnnxBackend:
     """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
-        options = parse_options(OnnxOptions, config.options, "onnx")
+        options = parse_backend_options(OnnxOptions, config.options, "onnx")
         if config.device != "cpu":
             raise BackendUnavailable(
                 f"The onnx backend runs only on the CPU, not on device {config.device!r}"

@@ -85,7 +85,7 @@ def graph_file(path: str | Path) -> Path:
     return file
 
 
-def weight_bytes(file: Path) -> int:
+def graph_bytes(file: Path) -> int:
     """Return the bytes of the graph's file with its external data, whose files are named
     "model.onnx.data", "model.onnx_data_1" and so on."""
     external = [path for path in file.parent.glob(f"{file.name}?data*") if path.is_file()]

@@ -28,7 +28,7 @@ from crossover.serving.backends.backend_interface import (
     EngineConfig,
     check_row,
     check_sizes,
-    parse_options,
+    parse_backend_options,
 )
 from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
 from crossover.serving.backends.torch.forward_pass import (
@@ -39,7 +39,12 @@ from crossover.serving.backends.torch.forward_pass import (
 )
 from crossover.serving.backends.torch.gpu_sampler import DeviceSampler, can_draw
 from crossover.serving.backends.torch.memory_overhead import captured_tokens
-from crossover.serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
+from crossover.serving.backends.torch.torch_weights import (
+    DTYPES,
+    StoredTensors,
+    compute_dtype,
+    load,
+)
 from crossover.serving.backends.torch.varlen_attention import KvCache, why_no_flash
 from crossover.serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from crossover.serving.sampling.batch_sampler import sample
@@ -99,13 +104,15 @@ class TorchBackend:
     """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
-        parse_options(msgspec.Struct, config.options, "torch")  # there are none: any is refused
+        parse_backend_options(
+            msgspec.Struct, config.options, "torch"
+        )  # there are none: any is refused
         self._device = device = torch_device_of(config.device)
         self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
         folder, settings = Path(config.model_path), config.settings
         slots, context = settings.slots, settings.context_tokens
         spec = read_spec(folder, config.model_name)
-        checkpoint = Checkpoint(folder)
+        checkpoint = StoredTensors(folder)
         weight_format = config.weight_format or checkpoint.weight_format
         supported_formats = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
         if weight_format not in supported_formats:

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossover.models.shape.model_spec import ModelSpec
-from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
+from crossover.serving.backends.torch.torch_weights import Dense, Layer, ModelTensors
 from crossover.serving.backends.torch.varlen_attention import (
-    Block,
     FlashStep,
     KvCache,
     PlainStep,
     Sequences,
+    SlotBlock,
     Step,
 )
 from crossover.serving.sampling.step_inputs import Row
@@ -33,7 +33,9 @@ from crossover.serving.sampling.step_inputs import Row
 class SlotModel:
     """The weights, the RoPE table and the KV cache, all on the device of the cache."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, cache: KvCache, is_flash: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: ModelTensors, cache: KvCache, is_flash: bool
+    ) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
@@ -275,10 +277,10 @@ def unpack(packed: Tensor, shape: PassShape, max_queries: int, max_keys: int) ->
     return PassInputs(ids, positions, logit_indices if shape.pieces else None, step)
 
 
-def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[Block, Tensor]]:
+def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[SlotBlock, Tensor]]:
     """Return the blocks of a pass (see PlainStep), each with its mask. `positions`: int64 [tokens],
     on the device."""
-    blocks: list[Block] = []
+    blocks: list[SlotBlock] = []
     first_token = 0
     for row in rows:
         count = len(row.tokens)
@@ -287,7 +289,7 @@ def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[
             max_keys = max(last.max_keys, row.position)
             blocks[-1] = last._replace(end_slot=row.slot + 1, max_keys=max_keys)
         else:
-            blocks.append(Block(first_token, count, row.slot, row.slot + 1, row.position))
+            blocks.append(SlotBlock(first_token, count, row.slot, row.slot + 1, row.position))
         first_token += count
     masked_blocks = []
     for block in blocks:

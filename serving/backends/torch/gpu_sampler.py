@@ -31,7 +31,7 @@ from crossover.serving.sampling.random_numbers import (
     CDF_COUNTER,
     CONSTANTS,
     FRACTION,
-    Constants,
+    GeneratorConstants,
     keys_of,
     proposal_bits,
     proposal_counters,
@@ -103,7 +103,7 @@ class DeviceSampler:
     ) -> None:
         self._device = device
         constants = [torch.from_numpy(array).to(device) for array in CONSTANTS]
-        self._constants = Constants(*constants)
+        self._constants = GeneratorConstants(*constants)
         self._proposal_counters = torch.from_numpy(proposal_counters(_ROUNDS)).to(device)
         self._cdf_counter = torch.from_numpy(CDF_COUNTER).to(device)
         self._replays: dict[tuple[Kind, int], Callable[[], object]] = {}  # by kind and bucket

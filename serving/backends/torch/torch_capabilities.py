@@ -29,7 +29,7 @@ def probe() -> BackendProbe:
                     cause, note = Cause.driver_mismatch, f"a product of {dtype} came out wrong"
         except RuntimeError as problem:
             note = str(problem).splitlines()[0]
-            cause = cause_of(note)
+            cause = cause_of_cuda(note)
     return BackendProbe(
         "torch",
         works=True,
@@ -42,7 +42,7 @@ def probe() -> BackendProbe:
     )
 
 
-def cause_of(text: str) -> Cause:
+def cause_of_cuda(text: str) -> Cause:
     """Return the cause for an error message of CUDA or HIP."""
     if "kernel image" in text or "invalid device function" in text:
         return Cause.arch_unsupported

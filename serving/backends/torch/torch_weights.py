@@ -76,7 +76,7 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Weights:
+class ModelTensors:
     """A whole model on its device."""
 
     embedding: Tensor
@@ -85,7 +85,7 @@ class Weights:
     layers: list[Layer]
 
 
-class Checkpoint:
+class StoredTensors:
     """The tensors of a folder's model*.safetensors. Raises BrokenWeights, UnsupportedModel."""
 
     def __init__(self, folder: Path) -> None:
@@ -125,12 +125,12 @@ class Checkpoint:
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: StoredTensors,
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-) -> Weights:
+) -> ModelTensors:
     """Return all weights, fused, as `dtype` on `device`. Raises BrokenWeights, UnsupportedModel."""
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
     used: set[str] = set()
@@ -187,4 +187,4 @@ def load(
             f"{checkpoint.folder.name} holds tensors that a {spec.family} model of this kind does "
             f"not have: {names} ({len(unused)} in all)"
         )
-    return Weights(embedding, head, norm, layers)
+    return ModelTensors(embedding, head, norm, layers)

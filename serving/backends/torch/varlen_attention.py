@@ -91,7 +91,7 @@ class FlashStep:
         return out.flatten(1)
 
 
-class Block(NamedTuple):
+class SlotBlock(NamedTuple):
     """Neighboring slots whose rows have the same number of tokens in a pass."""
 
     first_token: int  # its index in the pass
@@ -107,7 +107,7 @@ class PlainStep:
 
     cache_indices: Tensor  # see FlashStep
     # Each block with its additive mask [slots, 1, query heads per key head * row_tokens, max_keys].
-    blocks: list[tuple[Block, Tensor]]
+    blocks: list[tuple[SlotBlock, Tensor]]
     width: int  # entries of a slot in the cache
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.reports.devices import device_step_times
-from crossover.reports.devices.device_step_times import Constants
+from crossover.reports.devices.device_step_times import DeviceConstants
 from tests.bench.device_fit.facts import DATA
 from tests.bench.device_fit.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
 from tests.bench.device_fit.step_model import (
@@ -289,7 +289,7 @@ def table(errors: Mapping[str, ClassError]) -> str:
     return "\n".join([head, *lines])
 
 
-def shipped(by: Predictor) -> dict[str, Constants]:
+def shipped(by: Predictor) -> dict[str, DeviceConstants]:
     """The constants of each class of devices that `crossover` predicts."""
     return {
         f"{memory}|{maker}": _of_class(by, memory, maker)
@@ -298,7 +298,7 @@ def shipped(by: Predictor) -> dict[str, Constants]:
     }
 
 
-def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
+def _of_class(by: Predictor, memory: str, maker: str) -> DeviceConstants:
     def values(name: str, fmt: str = "F16") -> float:
         chip = Chip(name="", memory=memory, chip=maker, gbs=1.0)
         case = Case(
@@ -315,7 +315,7 @@ def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
         )
         return float(f"{by.values({name: ACCELERATOR[name]}, [case])[name][0]:.6g}")
 
-    return Constants(
+    return DeviceConstants(
         bandwidth_share=values("eff"),
         peak_share={kind: values("mfu", fmt) for kind, fmt in FORMATS.items()},
         prompt_peak_share={kind: values("mfup", fmt) for kind, fmt in FORMATS.items()},

@@ -26,7 +26,7 @@ from crossover.reports.devices.device_capacity import Service, Traffic, machine_
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.devices.server_step_times import (
     CONSTANTS,
-    Constants,
+    ServerConstants,
     server_step_times,
 )
 from crossover.serving.capacity.batching_simulator import Simulated, Simulation, Turns
@@ -158,7 +158,7 @@ def settings_of(row: dict[str, str]) -> SchedulerSettings:
     return msgspec.structs.replace(service.policy(), slots=slots)
 
 
-def step_times_of(row: dict[str, str], constants: Constants) -> tuple[StepTimeModel, float]:
+def step_times_of(row: dict[str, str], constants: ServerConstants) -> tuple[StepTimeModel, float]:
     """Return the predicted step times, with the host's time of the row's engine."""
     weight_format = FORMATS.get(row["precision"], row["precision"].lower())
     devices = int(row["tensor_parallel"])
@@ -284,7 +284,7 @@ def classes_of(row: dict[str, str], metric: str) -> tuple[str, ...]:
     return (*all_classes, f"all at once, {precision}")
 
 
-def scores(constants: Constants = CONSTANTS) -> Iterator[Score]:
+def scores(constants: ServerConstants = CONSTANTS) -> Iterator[Score]:
     """Yield the errors of all rows."""
     columns = {"ttft": "ttft_p50_s", "tpot": "tpot_p50_s", "throughput": "output_tokens_per_s"}
     for row in rows():

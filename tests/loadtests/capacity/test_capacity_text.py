@@ -9,8 +9,8 @@ import pytest
 from crossover.loadtests.capacity.capacity_text import (
     capacity_in_words,
     common_rate,
+    estimate_words,
     evidence_words,
-    limit,
     reuse_words,
     speed_words,
     state_words,
@@ -89,7 +89,7 @@ def test_what_it_rests_on_and_what_is_wanting() -> None:
     assert evidence_words(open_yet) == "why"
     moved = Capacity(state="confirmed", speed_moved=0.34)
     assert speed_words(moved) == "this machine's speed changed by 34% during the measurement"
-    assert limit(Capacity(state="misses_slo_unloaded")) == "–"
+    assert estimate_words(Capacity(state="misses_slo_unloaded")) == "–"
 
 
 def test_capacities_side_by_side_are_read_in_one_unit() -> None:

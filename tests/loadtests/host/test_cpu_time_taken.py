@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from crossover.loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
+from crossover.loadtests.host.cpu_time_taken import CoreWatch, parse_process, throttled_seconds
 from crossover.loadtests.levels.disturbance import disturbance_of
 
 pytestmark = pytest.mark.quiet_machine
@@ -92,7 +92,7 @@ def test_threads_that_come_and_go() -> None:
 
 def test_a_process_name_may_contain_brackets() -> None:
     line = b"12 (a) b (c) S 7 12 12 0 -1 4194560 1 0 0 0 150 50 3 4 20 0 9 0 777 1 2 " + b"0 " * 14
-    found = process_of(line + b"5 0 0\n")
+    found = parse_process(line + b"5 0 0\n")
     assert (found.name, found.parent, found.start_ticks, found.core) == ("a) b (c", 7, 777, 5)
     assert found.cpu_seconds == 200 / os.sysconf("SC_CLK_TCK")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossover.loadtests.host.child_processes import Child
-from crossover.loadtests.host.listening_process import is_loopback, listening_pid
+from crossover.loadtests.host.listening_process import is_this_machine, listening_pid
 
 LISTEN = """
 import socket, sys, time
@@ -48,4 +48,4 @@ def test_this_process_is_not_watched_as_a_server() -> None:
     ],
 )
 def test_only_loopback_is_surely_this_machine(url: str, is_here: bool) -> None:
-    assert is_loopback(url) == is_here
+    assert is_this_machine(url) == is_here

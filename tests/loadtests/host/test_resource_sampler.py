@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from crossover.loadtests.errors import LoadError
-from crossover.loadtests.host.resource_sampler import CpuPower, Gpu, Sampler
+from crossover.loadtests.host.resource_sampler import CpuPower, GpuMeter, Sampler
 from crossover.loadtests.records.resource_sample import ResourceSample
 from tests.tools.waiting import wait_for
 
@@ -81,7 +81,7 @@ def fake_nvml(**changes: Any) -> Any:
 
 
 def test_gpu_readings_are_in_our_units_and_missing_ones_are_none() -> None:
-    found = Gpu(fake_nvml()).read([7])
+    found = GpuMeter(fake_nvml()).read([7])
     assert found["gpu_memory_bytes"] == 20 << 30
     assert found["gpu_watts"] == 412.5 and found["gpu_energy_joules"] is None
     assert found["gpu_throttled"] == ["power cap", "thermal"]
@@ -91,7 +91,7 @@ def test_a_driver_that_does_not_start_gives_no_readings() -> None:
     def unloaded() -> None:
         raise RuntimeError("Driver Not Loaded")
 
-    assert Gpu(fake_nvml(nvmlInit=unloaded)).read() == {}
+    assert GpuMeter(fake_nvml(nvmlInit=unloaded)).read() == {}
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:

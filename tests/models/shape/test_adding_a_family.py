@@ -13,7 +13,7 @@ import pytest
 from crossover.models.errors import UnsupportedModel
 from crossover.models.gguf import shapes
 from crossover.models.identity.model_ladder import PUBLISHED, shape_models
-from crossover.models.shape.hf_config import read_config, read_spec, spec_of
+from crossover.models.shape.hf_config import read_config, read_spec, spec_of_config
 from crossover.models.shape.model_families import FAMILIES, ModelFamily
 from crossover.models.shape.model_spec import ModelSpec, Routing
 from crossover.models.weights.convert_to_onnx import make_onnx
@@ -63,11 +63,11 @@ def test_values_of_the_record_are_accepted_only_of_this_family(
 ) -> None:
     write_hf_folder(shape, tmp_path / "source", dtype="fp32")
     config = read_config(tmp_path / "source") | {"attention_bias": True}
-    assert spec_of(config, shape.name) == shape
+    assert spec_of_config(config, shape.name) == shape
     with pytest.raises(UnsupportedModel, match="attention_bias"):
-        spec_of(config | {"model_type": "llama"}, "m")
+        spec_of_config(config | {"model_type": "llama"}, "m")
     with pytest.raises(UnsupportedModel, match="attention_out_bias"):
-        spec_of(config | {"attention_out_bias": True}, "m")
+        spec_of_config(config | {"attention_out_bias": True}, "m")
 
 
 def test_a_family_and_a_table_give_a_ladder_model_that_llama_cpp_runs(

@@ -13,7 +13,13 @@ import pytest
 
 from crossover.models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from crossover.models.identity.identify_model import identify
-from crossover.models.shape.hf_config import check_dense, read_config, read_spec, spec_of, v4_config
+from crossover.models.shape.hf_config import (
+    check_dense,
+    read_config,
+    read_spec,
+    spec_of_config,
+    v4_config,
+)
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.random_weights import hf_config
 from tests.shapes import TINY
@@ -34,7 +40,11 @@ def config_of(spec: ModelSpec, major: int) -> dict[str, Any]:
 def test_either_version_of_a_config_is_the_same_spec(spec: ModelSpec, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    assert spec_of(config_of(spec, 4), spec.name) == spec_of(config_of(spec, 5), spec.name) == spec
+    assert (
+        spec_of_config(config_of(spec, 4), spec.name)
+        == spec_of_config(config_of(spec, 5), spec.name)
+        == spec
+    )
     settings = v4_config(config_of(spec, 5))
     AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(tmp_path)
     assert read_spec(tmp_path, spec.name) == spec
@@ -71,7 +81,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_key_and_value(
     change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        spec_of(config_of(TINY["tiny-llama"], 4) | change, "m")
+        spec_of_config(config_of(TINY["tiny-llama"], 4) | change, "m")
 
 
 def test_a_model_is_served_up_to_the_length_of_its_sliding_window() -> None:
@@ -83,7 +93,7 @@ def test_a_model_is_served_up_to_the_length_of_its_sliding_window() -> None:
         ("qwen2", {"use_sliding_window": False, "sliding_window": 512}, 2048),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 512}, 512),
     ):
-        assert spec_of(config | {"model_type": family} | change, "m").context == context
+        assert spec_of_config(config | {"model_type": family} | change, "m").context == context
 
 
 def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:

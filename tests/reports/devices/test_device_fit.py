@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from crossover.reports.devices.device_step_times import Constants
+from crossover.reports.devices.device_step_times import DeviceConstants
 from tests.bench.device_fit import fit
 from tests.bench.device_fit.facts import DATA
 from tests.bench.device_fit.published import published_rows, published_table
@@ -50,7 +50,7 @@ def test_errors_by_class_are_those_of_the_rows_and_have_not_grown(
 
 
 def test_shipped_constants_are_those_of_the_fit_s_classes() -> None:
-    shipped = msgspec.json.decode(fit.SHIPPED_FILE.read_bytes(), type=dict[str, Constants])
+    shipped = msgspec.json.decode(fit.SHIPPED_FILE.read_bytes(), type=dict[str, DeviceConstants])
     assert shipped == fit.shipped(fit.fitted())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossover.serving.backends.llama_cpp.library import LogTail
-from crossover.serving.backends.torch.torch_capabilities import cause_of
+from crossover.serving.backends.torch.torch_capabilities import cause_of_cuda
 from crossover.serving.errors import Cause
 
 
@@ -43,4 +43,4 @@ def test_errors_of_llama_cpp_outlive_the_process(capfd: pytest.CaptureFixture[st
     ],
 )
 def test_why_a_build_of_torch_cannot_use_a_gpu(text: str, cause: Cause) -> None:
-    assert cause_of(text) is cause
+    assert cause_of_cuda(text) is cause

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from crossover.serving.backends.backend_interface import parse_options
+from crossover.serving.backends.backend_interface import parse_backend_options
 from crossover.serving.errors import Unsupported
 
 
@@ -17,8 +17,8 @@ class Given(msgspec.Struct, frozen=True):
 
 def test_text_becomes_values() -> None:
     text = {"switch": "true", "share": "0.5", "kind": "on"}
-    assert parse_options(Given, text, "x") == Given(True, 0.5, "on")
-    assert parse_options(Given, {}, "x") == Given()
+    assert parse_backend_options(Given, text, "x") == Given(True, 0.5, "on")
+    assert parse_backend_options(Given, {}, "x") == Given()
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_text_becomes_values() -> None:
 )
 def test_what_cannot_be_is_refused_with_key_and_value(given: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words) as refused:
-        parse_options(Given, given, "x")
+        parse_backend_options(Given, given, "x")
     assert refused.value.parameter == next(iter(given))

@@ -11,12 +11,12 @@ from crossover.serving.backends.backend_probe import BackendProbe
 from crossover.serving.cli import doctor_command
 from crossover.serving.cli.doctor_command import (
     Diagnosis,
-    advice,
     amx_text,
+    backend_advice,
+    diagnosis_lines,
     instructions_of_build,
-    page,
+    machine_warnings,
     speed_rows,
-    warnings_of,
     warnings_of_builds,
     warnings_of_cores,
 )
@@ -43,24 +43,24 @@ def test_each_warning_about_the_machine_has_its_name(
     changes: dict[str, Any], names: list[str]
 ) -> None:
     facts = msgspec.structs.replace(machine(), **changes)
-    assert [*dict(warnings_of(facts, True, 100 * GIB))] == names
-    assert [*dict(warnings_of(facts, False, GIB))] == [*names, "little_disk", "no_backend"]
+    assert [*dict(machine_warnings(facts, True, 100 * GIB))] == names
+    assert [*dict(machine_warnings(facts, False, GIB))] == [*names, "little_disk", "no_backend"]
 
 
 def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     missing = BackendProbe("llama_cpp", False, problem="its package llama_cpp is not installed")
-    advised = advice(missing, has_compiler=False, has_gpu=False) or ""
+    advised = backend_advice(missing, has_compiler=False, has_gpu=False) or ""
     assert "apt-get install g++" in advised and "[llama-cpp]" in advised
-    assert advice(missing, True, False) == "pip install 'llm-crossover[llama-cpp]'"
-    flagged = advice(missing, True, False, "-DFLAG=1")
+    assert backend_advice(missing, True, False) == "pip install 'llm-crossover[llama-cpp]'"
+    flagged = backend_advice(missing, True, False, "-DFLAG=1")
     assert flagged == "CMAKE_ARGS=\"-DFLAG=1\" pip install 'llm-crossover[llama-cpp]'"
     broken = BackendProbe("llama_cpp", False, problem="ended by SIGILL")
-    assert advice(broken, True, False) == (
+    assert backend_advice(broken, True, False) == (
         "reinstall it: pip install --force-reinstall --no-cache-dir --no-deps "
         f"llama-cpp-python=={version('llama-cpp-python')}"
     )
-    assert advice(WORKS, True, has_gpu=False) is None
-    assert "GGML_VULKAN" in (advice(WORKS, True, has_gpu=True) or "")
+    assert backend_advice(WORKS, True, has_gpu=False) is None
+    assert "GGML_VULKAN" in (backend_advice(WORKS, True, has_gpu=True) or "")
 
 
 def test_the_page_for_people_lists_what_is_installed() -> None:
@@ -70,8 +70,10 @@ def test_the_page_for_people_lists_what_is_installed() -> None:
     )
     broken = BackendProbe("torch", False, problem="it [bold]broke")
     advised = {"torch": "pip install 'llm-crossover[torch]'"}
-    warnings = dict(warnings_of(facts, True, 9 * GIB))
-    shown = "\n".join(page(Diagnosis(facts, (WORKS, broken), advised, "/cache", 9 * GIB, warnings)))
+    warnings = dict(machine_warnings(facts, True, 9 * GIB))
+    shown = "\n".join(
+        diagnosis_lines(Diagnosis(facts, (WORKS, broken), advised, "/cache", 9 * GIB, warnings))
+    )
     for text in (
         *("Test CPU", "CPU quota 1.5 cores"),
         *("Test GPU, 80 GiB, 70 GiB free, driver 550.1"),
@@ -88,8 +90,10 @@ def test_a_user_without_a_home_sees_everything_else(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     cache, free_bytes = doctor_command._cache()
-    warnings = dict(warnings_of(machine(), True, free_bytes))
-    shown = "\n".join(page(Diagnosis(machine(), (WORKS,), {}, cache, free_bytes, warnings)))
+    warnings = dict(machine_warnings(machine(), True, free_bytes))
+    shown = "\n".join(
+        diagnosis_lines(Diagnosis(machine(), (WORKS,), {}, cache, free_bytes, warnings))
+    )
     assert "Test CPU" in shown and "CROSSOVER_CACHE" in shown and "little_disk" not in shown
 
 
@@ -135,7 +139,9 @@ def test_doctor_lists_the_instructions_that_llama_cpp_leaves_unused(
     probe = msgspec.structs.replace(WORKS, details={"system_info": system_info})
     warned = dict(warnings_of_builds(facts, (probe,)))
     assert list(warned) == (["slow_build"] if unused else [])
-    assert f"AMX: {amx}" in "\n".join(page(Diagnosis(facts, (probe,), {}, "/cache", None, warned)))
+    assert f"AMX: {amx}" in "\n".join(
+        diagnosis_lines(Diagnosis(facts, (probe,), {}, "/cache", None, warned))
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,5 +166,5 @@ def test_doctor_warns_of_a_build_with_instructions_that_the_cpu_lacks(
 
 def test_arm_is_not_asked_for_amx() -> None:
     facts = machine(architecture="aarch64", isa=("asimd", "asimddp"))
-    shown = "\n".join(page(Diagnosis(facts, (WORKS,), {}, "/cache", None, {})))
+    shown = "\n".join(diagnosis_lines(Diagnosis(facts, (WORKS,), {}, "/cache", None, {})))
     assert "system_info" in shown and "AMX" not in shown

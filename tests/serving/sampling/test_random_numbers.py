@@ -11,7 +11,7 @@ import torch
 from crossover.serving.sampling.random_numbers import (
     CDF_COUNTER,
     CONSTANTS,
-    Constants,
+    GeneratorConstants,
     keys_of,
     philox,
     proposal_bits,
@@ -30,7 +30,7 @@ KNOWN_ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-ON_TORCH = Constants(*(torch.from_numpy(one) for one in CONSTANTS))
+ON_TORCH = GeneratorConstants(*(torch.from_numpy(one) for one in CONSTANTS))
 
 
 def rows_of(*keys: tuple[int, int]) -> list[Row]:

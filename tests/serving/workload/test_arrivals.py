@@ -15,7 +15,7 @@ from crossover.serving.workload.arrivals import (
     Poisson,
     Trace,
     due_times,
-    process_of,
+    recorded_arrivals,
 )
 
 RATE, LONG = 20.0, 6000.0  # requests/s, seconds
@@ -114,6 +114,6 @@ def test_rates_and_traces_that_cannot_be_are_errors(tmp_path):
 
 def test_a_process_on_record_is_read_again():
     for process in KINDS:
-        assert process_of(msgspec.to_builtins(process)) == process
+        assert recorded_arrivals(msgspec.to_builtins(process)) == process
     with pytest.raises(WorkloadError, match="recorded arrivals cannot be read"):
-        process_of({"kind": "tea"})
+        recorded_arrivals({"kind": "tea"})
