@@ -21,7 +21,7 @@ from crossover.models.weights.weight_formats import StoredTensor
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.cli.report_command import DEFAULT_FORMATS, FORMATS
 from crossover.reports.devices.calibrated_machines import read_machines
-from crossover.reports.plan.plan_costs import Plan, make_plan
+from crossover.reports.plan.plan_costs import CostPlan, make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.sizing import DEFAULT_DEVICES, size
@@ -119,12 +119,12 @@ def topics() -> list[str]:
 
 
 @cache
-def example_plan(name: str) -> Plan:
+def example_plan(name: str) -> CostPlan:
     """The plan of a file of docs/plan-examples."""
     return plan_with(name)
 
 
-def plan_with(name: str, **keys: object) -> Plan:
+def plan_with(name: str, **keys: object) -> CostPlan:
     """The plan of a file of docs/plan-examples, with other `keys`."""
     folder = ROOT / "docs" / "plan-examples"
     tables = read_toml(folder / f"{name}.toml", BadPlan)[0] | keys

@@ -25,7 +25,7 @@ from crossover.serving.toml_files import read_toml
 
 if TYPE_CHECKING:
     from crossover.reports.devices.device_catalog import Device
-    from crossover.reports.plan.plan_costs import Plan
+    from crossover.reports.plan.plan_costs import CostPlan
 
 TEXT_COLUMNS = 110
 CHART_PIXELS = 640
@@ -184,7 +184,7 @@ def _api_keys(prices: str) -> dict[str, float]:
         ) from None
 
 
-def _write_chart(path: Path, cost_plan: Plan) -> None:
+def _write_chart(path: Path, cost_plan: CostPlan) -> None:
     """Write the chart of the costs, in the format of the path's suffix. Raises ReportError."""
     # Imported here, since altair takes 0.5 s.
     from crossover.reports.chart_style import png, svg

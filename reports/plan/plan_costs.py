@@ -93,7 +93,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[MixedModel, ...]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class CostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a plan file. `options` are all options, `rows` those to show; both begin with
     the choice."""
 
@@ -153,7 +153,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return peak_rate * SECONDS_A_DAY * self.mean_rate / self.peak_rate
 
 
-def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
+def make_plan(question: Question, candidates: Sequence[Candidate]) -> CostPlan:
     """Return the plan. Its options are ordered by certainty, then by cost."""
     options = ordered_options(question, candidates, question.forecast)
     rows = _rows(options)
@@ -165,7 +165,7 @@ def make_plan(question: Question, candidates: Sequence[Candidate]) -> Plan:
         break_evens = [even for even in evens if even is not None]
     marked_rates = [even.rate if even.high is None else even.high for even in break_evens]
     marked_rates += [milestone.rate for milestone in growth.milestones] if growth else []
-    return Plan(
+    return CostPlan(
         name=question.keys.name,
         model=question.model,
         weight_format=question.weight_format,

@@ -11,7 +11,7 @@ from crossover.models.tables import Column, Table, table_of
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_capacity import MixedModel
 from crossover.reports.plan.mix_alternatives import Deployment, MixAlternative
-from crossover.reports.plan.plan_costs import Mix, Plan
+from crossover.reports.plan.plan_costs import Mix, CostPlan
 
 NO_ANSWER = "-"
 
@@ -41,7 +41,7 @@ def mix_table(mixes: Sequence[Mix]) -> Table:
     )
 
 
-def mix_sentences(plan: Plan) -> Iterator[str]:
+def mix_sentences(plan: CostPlan) -> Iterator[str]:
     """Yield what the columns mean; nothing if the plan is for one model."""
     if plan.mixes:
         yield (
@@ -151,7 +151,7 @@ def _count_words(deployment: Deployment) -> str:
     return "1 machine" if count == 1 else f"{count} machines"
 
 
-def model_sentences(plan: Plan) -> Iterator[str]:
+def model_sentences(plan: CostPlan) -> Iterator[str]:
     """Yield the SLO, the lengths and the weights of each of several models."""
     for model in plan.models:
         yield (

@@ -20,7 +20,7 @@ from crossover.reports.chart_style import (
     layered,
     series,
 )
-from crossover.reports.plan.plan_costs import CostCurve, Plan
+from crossover.reports.plan.plan_costs import CostCurve, CostPlan
 from crossover.reports.plan.plan_file import SECONDS_A_DAY
 from crossover.reports.render.plan_text import your_machine
 
@@ -34,7 +34,7 @@ LONG_NAME = 28  # characters: such names have a line of the legend each
 Curve = list[tuple[float, float]]  # requests a day, dollars a month
 
 
-def cost_chart(plan: Plan) -> Spec:
+def cost_chart(plan: CostPlan) -> Spec:
     """Return a chart with a line for each cost curve of the plan, whose steps are further machines,
     and the straight line of the API.
 
@@ -98,7 +98,7 @@ def cost_chart(plan: Plan) -> Spec:
     return layered(layers, height=HEIGHT)
 
 
-def _name(plan: Plan, curve: CostCurve) -> str:
+def _name(plan: CostPlan, curve: CostCurve) -> str:
     """Return the name of a curve. Where machines can also be bought or reserved, it says which are
     rented by the hour."""
     title = curve.option
@@ -110,7 +110,7 @@ def _name(plan: Plan, curve: CostCurve) -> str:
     return f"{title}, by the hour" if is_hourly else title
 
 
-def _break_evens(plan: Plan, max_day: float) -> Iterator[Row]:
+def _break_evens(plan: CostPlan, max_day: float) -> Iterator[Row]:
     """Yield the points of the chart at which an option begins to cost less than the API. Costs are
     those of enough machines with 90 % confidence, so the capacity is at its low end."""
     for even in plan.break_evens:
@@ -121,7 +121,7 @@ def _break_evens(plan: Plan, max_day: float) -> Iterator[Row]:
                 yield {"day": day, "dollars": dollars}
 
 
-def _labels(plan: Plan) -> Iterator[tuple[float, str]]:
+def _labels(plan: CostPlan) -> Iterator[tuple[float, str]]:
     """Yield the requests a day of each vertical line, and what it marks. A line that marks several
     things has a label for each."""
     yield plan.requests_a_day(plan.peak_rate), "forecast"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from crossover.reports.chart_style import svg
-from crossover.reports.plan.plan_costs import Plan
+from crossover.reports.plan.plan_costs import CostPlan
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.reports.render.html_page import render_template
 from crossover.reports.render.mix_text import (
@@ -29,7 +29,7 @@ from crossover.reports.render.plan_text import (
 WIDTH = 400  # pixels of the chart, whose text can then be read on a phone
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: CostPlan) -> str:
     """Return the whole page as HTML."""
     return render_template(
         "plan.html",

@@ -18,7 +18,7 @@ from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.break_even import BreakEven
 from crossover.reports.plan.buy_or_rent import BuyOrRent
 from crossover.reports.plan.later_months import MAX_MONTHS, Milestone
-from crossover.reports.plan.plan_costs import Plan
+from crossover.reports.plan.plan_costs import CostPlan
 from crossover.reports.plan.plan_options import Option
 from crossover.reports.render.cold_start_text import cold_start_sentences, cold_start_table
 from crossover.reports.render.mix_text import (
@@ -33,12 +33,12 @@ from crossover.serving.capacity.binding_limit import sentence_of
 MIN_SHOWN_SPREAD = 0.2  # the cost at best is shown if it is lower by more than this share
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: CostPlan) -> str:
     """Return the plan as JSON: all options, changes and cost curves (docs/plan.md)."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode()
 
 
-def as_text(plan: Plan, columns: int = 100) -> str:
+def as_text(plan: CostPlan, columns: int = 100) -> str:
     """Return sentences and a table for a terminal."""
     console = Console(width=columns, no_color=True, highlight=False, markup=False)
     with console.capture() as output:
@@ -69,7 +69,7 @@ def as_text(plan: Plan, columns: int = 100) -> str:
     return output.get().rstrip()
 
 
-def sentences(plan: Plan) -> Iterator[str]:
+def sentences(plan: CostPlan) -> Iterator[str]:
     """Yield what a reader should know beside the tables, the most important first."""
     yield from _api(plan)
     yield from _purchase(plan)
@@ -80,7 +80,7 @@ def sentences(plan: Plan) -> Iterator[str]:
     yield from _notes(plan)
 
 
-def comparison_table(plan: Plan) -> Table | None:
+def comparison_table(plan: CostPlan) -> Table | None:
     """Return a row for each option, and one for the API: from which rate on it costs less than the
     API, and what it costs over the years of the plan; None: the plan has neither."""
     evens = {even.option: even for even in plan.break_evens}
@@ -117,12 +117,12 @@ def comparison_table(plan: Plan) -> Table | None:
     return table_of(rows, *columns)
 
 
-def _a_day(plan: Plan, peak_rate: float) -> str:
+def _a_day(plan: CostPlan, peak_rate: float) -> str:
     """Return a rate of the busiest hour as the requests of a mean day: 64,000."""
     return formatting.significant(plan.requests_a_day(peak_rate), 2, whole=False)
 
 
-def _break_even_words(plan: Plan, even: BreakEven | None) -> str | None:
+def _break_even_words(plan: CostPlan, even: BreakEven | None) -> str | None:
     """Return the rates at which an option costs less than the API: `64,000 a day (41,000–90,000)`;
     None: its cost is not known."""
     if even is None:
@@ -147,7 +147,7 @@ def _total_words(dollars: float | None) -> str | None:
     return None if dollars is None else formatting.dollars(dollars)
 
 
-def _api(plan: Plan) -> Iterator[str]:
+def _api(plan: CostPlan) -> Iterator[str]:
     """Yield what the API costs, and where it costs less again than an option at a lower rate."""
     api = plan.api
     if api is None:
@@ -182,7 +182,7 @@ def _price(dollars: float) -> str:
     return f"${dollars:.2f}" if round(dollars, 2) == dollars else f"${dollars:g}"
 
 
-def _purchase(plan: Plan) -> Iterator[str]:
+def _purchase(plan: CostPlan) -> Iterator[str]:
     """Yield whether buying or renting costs less, and the assumption on which that depends most."""
     answer = plan.purchase
     if answer is None:
@@ -233,7 +233,7 @@ def _assumption_words(answer: BuyOrRent, other: str) -> str:
     )
 
 
-def _growth(plan: Plan) -> Iterator[str]:
+def _growth(plan: CostPlan) -> Iterator[str]:
     """Yield in which months a growing load needs more."""
     growth = plan.growth
     if growth is None:
@@ -246,7 +246,7 @@ def _growth(plan: Plan) -> Iterator[str]:
             yield f"At {growth.percent_per_month:g} % more requests a month, {clause}."
 
 
-def _milestone_clause(plan: Plan, milestone: Milestone) -> str:
+def _milestone_clause(plan: CostPlan, milestone: Milestone) -> str:
     """Return what a milestone is, as a clause."""
     month, machine, option = milestone.month, milestone.machine, milestone.option
     rate = formatting.of_requests(formatting.rate(milestone.rate, like=plan.peak_rate))
@@ -272,18 +272,18 @@ def _milestone_clause(plan: Plan, milestone: Milestone) -> str:
     return f"{machine} is no longer enough from month {month} on, at {rate}{at_best}"
 
 
-def _title(plan: Plan, option: Option) -> str:
+def _title(plan: CostPlan, option: Option) -> str:
     """Return the title of an option: `your machine as it is`, by name if you have several."""
     return option.title if option.label else option.title_with(your_machine(plan, option.machine))
 
 
-def your_machine(plan: Plan, name: str) -> str:
+def your_machine(plan: CostPlan, name: str) -> str:
     """Return the name of one of your machines: "your machine" if you have no other."""
     your_machines = {option.machine for option in plan.options if option.kind != "rented"}
     return name if len(your_machines) > 1 else "your machine"
 
 
-def options_table(plan: Plan) -> Table:
+def options_table(plan: CostPlan) -> Table:
     """Return a row for each option; a star marks the choice."""
     return table_of(
         plan.rows,
@@ -324,7 +324,7 @@ def _cost(option: Option, *, with_spread: bool = True) -> str:
     return cost + (" + energy" if option.energy_unknown else "")
 
 
-def choice_sentence(plan: Plan) -> str:
+def choice_sentence(plan: CostPlan) -> str:
     """Return the answer as one sentence."""
     load = f"{plan.model} at {formatting.requests(plan.peak_rate)} in the busiest hour"
     choice = plan.choice
@@ -373,7 +373,7 @@ def choice_sentence(plan: Plan) -> str:
     return f"{subjects[choice.kind]} {verb} {load}: {cost}."
 
 
-def _changes(plan: Plan) -> Iterator[str]:
+def _changes(plan: CostPlan) -> Iterator[str]:
     """Yield the nearest rates at which another option is the choice."""
     for change in plan.changes:
         rate = formatting.of_requests(formatting.rate(change.rate, like=plan.peak_rate))
@@ -385,19 +385,19 @@ def _changes(plan: Plan) -> Iterator[str]:
             yield f"{side}, the choice is {_title(plan, change.option)} ({cost} a month)."
 
 
-def _bindings(plan: Plan) -> Iterator[str]:
+def _bindings(plan: CostPlan) -> Iterator[str]:
     """Yield the binding limit of each of your machines."""
     for machine, binding in plan.binding.items():
         yield f"{machine}: {sentence_of(binding)}"
 
 
-def _unknown(plan: Plan) -> Iterator[str]:
+def _unknown(plan: CostPlan) -> Iterator[str]:
     """Yield the first two facts that would make the plan more certain, as one sentence."""
     if plan.unknown:
         yield f"Unknown: {'; '.join(plan.unknown[:2])}."
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: CostPlan) -> Iterator[str]:
     """Yield what a reader must know of predicted machines, each phrase once with its machines."""
     machines_by_note: dict[str, list[str]] = {}
     for option in plan.rows:
@@ -410,7 +410,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"{', '.join(machines)}: {note}."
 
 
-def explanations(plan: Plan) -> Iterator[str]:
+def explanations(plan: CostPlan) -> Iterator[str]:
     """Yield what the words and numbers of the table mean."""
     if plan.models:
         yield from model_sentences(plan)
@@ -437,7 +437,7 @@ def explanations(plan: Plan) -> Iterator[str]:
         yield f"List prices of {plan.price_date} or later."
 
 
-def _cost_explanations(plan: Plan) -> Iterator[str]:
+def _cost_explanations(plan: CostPlan) -> Iterator[str]:
     """Yield what the costs of an API and of machines that are reserved, bought or yours contain."""
     api = plan.api
     if api is not None:
@@ -473,5 +473,5 @@ def _cost_explanations(plan: Plan) -> Iterator[str]:
         yield f"Not counted: {'; '.join(plan.not_counted)}."
 
 
-def _pue_words(plan: Plan) -> str:
+def _pue_words(plan: CostPlan) -> str:
     return f" times {plan.pue:g} (PUE)" if plan.pue > 1 else ""

@@ -40,7 +40,7 @@ from crossover.reports.devices.device_capacity import (
 from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.devices.server_step_times import CONSTANTS
 from crossover.reports.errors import ReportError
-from crossover.reports.plan.plan_costs import Plan, make_plan
+from crossover.reports.plan.plan_costs import CostPlan, make_plan
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.render import first_screen_png, json_and_csv, markdown
 from crossover.reports.render.export_run import export_run
@@ -385,7 +385,7 @@ def test_compare_separates_devices_unless_an_option_pairs_them(tmp_path: Path) -
     assert rows and all("cpu and gpu" in row.cell for row in rows)
 
 
-def planned(model: str, rate: float, **keys: object) -> Plan:
+def planned(model: str, rate: float, **keys: object) -> CostPlan:
     raw: dict[str, object] = {
         "model": model,
         "forecast": {"peak_rate": rate},

@@ -9,7 +9,7 @@ from crossover.loadtests.capacity.machine_file import write_machine_file
 from crossover.reports.devices.device_capacity import DeviceCapacity
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
 from crossover.reports.plan.mix_alternatives import MixAlternative, mix_alternatives
-from crossover.reports.plan.plan_costs import Plan, make_plan
+from crossover.reports.plan.plan_costs import CostPlan, make_plan
 from crossover.reports.plan.plan_file import BadPlan, Question
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.plan_options import Candidate, ordered_options
@@ -35,13 +35,13 @@ def candidate_of(tables: dict[str, object]) -> Candidate:
     return candidate
 
 
-def plan_of(tables: dict[str, object]) -> Plan:
+def plan_of(tables: dict[str, object]) -> CostPlan:
     question = question_of_tables({**TABLES, **tables}, Path())
     return make_plan(question, candidates_of(question))
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> tuple[Candidate, Plan]:
+def router(tmp_path_factory: pytest.TempPathFactory) -> tuple[Candidate, CostPlan]:
     """The router on the measured CPU, and the plan of it."""
     machine = measured(tmp_path_factory.mktemp("router"))
     question = question_of_tables({**TABLES, "models": ROUTER, "machines": [machine]}, Path())
@@ -50,7 +50,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> tuple[Candidate, Plan]:
 
 
 def test_a_mix_fits_a_measured_machine_with_less_of_each_model(
-    tmp_path: Path, router: tuple[Candidate, Plan]
+    tmp_path: Path, router: tuple[Candidate, CostPlan]
 ) -> None:
     mix, _ = router
     assert mix.low and mix.rate and mix.high and mix.low < mix.rate < mix.high
@@ -126,7 +126,7 @@ def test_each_model_has_lengths_an_slo_and_a_format_of_its_own() -> None:
 
 
 def test_the_text_the_page_and_the_json_say_what_each_model_loses(
-    router: tuple[Candidate, Plan],
+    router: tuple[Candidate, CostPlan],
 ) -> None:
     _, made = router
     text = as_text(made, 200)
@@ -259,7 +259,7 @@ def test_models_with_other_requests_have_no_row_of_the_largest_for_all() -> None
 
 
 def test_the_capacities_of_the_alternatives_are_those_of_plans_for_one_model(
-    tmp_path: Path, router: tuple[Candidate, Plan]
+    tmp_path: Path, router: tuple[Candidate, CostPlan]
 ) -> None:
     mix, made = router
     for own, keys in zip(mix.unshared, ROUTER, strict=True):

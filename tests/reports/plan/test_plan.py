@@ -19,7 +19,7 @@ from crossover.reports.plan.load_forecast import (
     day_loads,
     trace_loads,
 )
-from crossover.reports.plan.plan_costs import MAX_ROWS, Plan, make_plan
+from crossover.reports.plan.plan_costs import MAX_ROWS, CostPlan, make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, read_question
 from crossover.reports.plan.plan_machines import (
     _measured_candidate,
@@ -55,7 +55,7 @@ SMALL = machine("small", 2.0, 3.0, 4.0, 0.5)
 BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
 
 
-def plan(rate: float, *candidates: Candidate, **more: object) -> Plan:
+def plan(rate: float, *candidates: Candidate, **more: object) -> CostPlan:
     return make_plan(make_question(rate, **more), candidates or (HERE, SMALL, BIG))
 
 

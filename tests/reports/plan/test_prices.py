@@ -17,7 +17,7 @@ from crossover.reports.plan.break_even import break_even
 from crossover.reports.plan.buy_or_rent import buy_or_rent
 from crossover.reports.plan.later_months import months_until
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
-from crossover.reports.plan.plan_costs import Plan, make_plan
+from crossover.reports.plan.plan_costs import CostPlan, make_plan
 from crossover.reports.plan.plan_file import ApiKeys, BadPlan, Question, read_question
 from crossover.reports.plan.plan_machines import candidates_of, question_of_tables
 from crossover.reports.plan.plan_options import (
@@ -53,7 +53,7 @@ def options_by_terms(question: Question, *candidates: Candidate) -> dict[Terms |
     return {option.terms: option for option in reversed(options)}
 
 
-def text_of(plan: Plan) -> str:
+def text_of(plan: CostPlan) -> str:
     return " ".join(as_text(plan, 200).split())
 
 
