@@ -48,7 +48,7 @@ from crossover.models import formatting
 from crossover.models.errors import CrossoverError
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.fastest_backend import BEST
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from crossover.serving.workload.request_lengths import notes_of
 
 
@@ -56,7 +56,7 @@ from crossover.serving.workload.request_lengths import notes_of
 class Dependencies:
     """The machine, servers and clock of a campaign. Tests pass simulated ones."""
 
-    machine: Machine = field(default_factory=Machine)
+    machine: Host = field(default_factory=Host)
     open_bench: OpenBench | None = None  # None: real servers and load generators
     clock: Callable[[], float] = time.monotonic
 

@@ -47,7 +47,7 @@ from crossover.serving.placement.engines import (
     engines,
 )
 from crossover.serving.placement.fastest_backend import BEST
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from crossover.serving.server_options import Policy
 
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")  # in the order in which they are measured
@@ -57,7 +57,7 @@ GPU_BACKEND = DEFAULTS["gpu"][0]
 
 
 def on_this_machine(
-    requested: Plan, machine: Machine, facts: HardwareFacts, progress: Progress
+    requested: Plan, machine: Host, facts: HardwareFacts, progress: Progress
 ) -> Plan:
     """Return the plan with its cells: the devices of this machine, on each the engines of each
     model, and then the engines of other projects.
@@ -101,7 +101,7 @@ def identities_of(names: Sequence[str]) -> list[ModelIdentity]:
 
 
 def _own_cells(
-    campaign: Campaign, machine: Machine, facts: HardwareFacts, progress: Progress
+    campaign: Campaign, machine: Host, facts: HardwareFacts, progress: Progress
 ) -> tuple[Campaign, list[ModelIdentity], list[Cell]]:
     """Return the cells on Crossover's own engines, their models, and the campaign with these models
     and devices."""
@@ -138,7 +138,7 @@ def _own_cells(
 class EngineSelection:
     """The engines that a campaign measures on this machine."""
 
-    def __init__(self, campaign: Campaign, machine: Machine, facts: HardwareFacts) -> None:
+    def __init__(self, campaign: Campaign, machine: Host, facts: HardwareFacts) -> None:
         self._campaign = campaign
         self._facts = facts
         self._named = tuple(name for name in campaign.backends or () if name != BEST)

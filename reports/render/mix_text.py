@@ -11,7 +11,7 @@ from crossover.models.tables import Column, Table, table_of
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_capacity import MixedModel
 from crossover.reports.plan.mix_alternatives import Deployment, MixAlternative
-from crossover.reports.plan.plan_costs import Mix, CostPlan
+from crossover.reports.plan.plan_costs import CostPlan, Mix
 
 NO_ANSWER = "-"
 

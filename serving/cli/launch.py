@@ -31,7 +31,7 @@ from crossover.serving.metrics import ServerMetrics
 from crossover.serving.option_help import parse_bytes
 from crossover.serving.placement.placement_policy import explain
 from crossover.serving.registry.model_loader import RegistryLimits
-from crossover.serving.registry.prepare_model import Machine, Prepared, prepare, with_shared_cores
+from crossover.serving.registry.prepare_model import Host, Prepared, prepare, with_shared_cores
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ServeOptions, models_of
@@ -83,7 +83,7 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
     model_options = models_of(options)
-    machine = Machine(options.cache, options.api_cores, log.say, log.progress)
+    machine = Host(options.cache, options.api_cores, log.say, log.progress)
     facts = machine.facts()
     prepared = with_shared_cores([prepare(model, machine, facts) for model in model_options])
     for model in prepared:

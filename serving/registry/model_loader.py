@@ -23,7 +23,7 @@ from crossover.serving.placement.placement_policy import (
     narrowed,
 )
 from crossover.serving.registry.eviction import bytes_by_place, bytes_free, choose_eviction
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.supervisor.engine_supervisor import Background
 
@@ -55,7 +55,7 @@ class ModelLoader:
     """See the module's docstring. `models`: the registry's own mapping, to which it adds models."""
 
     def __init__(
-        self, machine: Machine, limits: RegistryLimits, models: Mapping[str, ServedModel]
+        self, machine: Host, limits: RegistryLimits, models: Mapping[str, ServedModel]
     ) -> None:
         self.machine = machine
         self.limits = limits

@@ -119,7 +119,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Machine:
+class Host:
     """The machine as placement needs it. `cache`: the folder for weights; None: the default one.
     `say` and `progress` report to a person."""
 
@@ -235,7 +235,7 @@ class Machine:
         )
 
 
-def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:
+def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = None) -> Prepared:
     """Find the model, decide where it runs, and get its weights for every engine. May take minutes.
 
     Raises ModelError if the model is not available, NoPlacement if it cannot run here, and
@@ -316,7 +316,7 @@ def with_shared_cores(models: Sequence[Prepared]) -> list[Prepared]:
 
 
 def files_of_engines(
-    model: ModelIdentity, placement: Placement, machine: Machine
+    model: ModelIdentity, placement: Placement, machine: Host
 ) -> tuple[dict[str, ResolvedModel], Placement]:
     """Return the files of every engine, by backend, and the placement without the engines that have
     no files: a fallback without weights must not keep the GPU from serving.
@@ -342,7 +342,7 @@ def files_of_engines(
 
 
 def with_measured_fallbacks(
-    request: PlacementRequest, question: EngineQuestion, machine: Machine, facts: HardwareFacts
+    request: PlacementRequest, question: EngineQuestion, machine: Host, facts: HardwareFacts
 ) -> PlacementRequest:
     """Return the request with the backends to fall back to on the CPU, best first.
 
@@ -368,7 +368,7 @@ def with_measured_fallbacks(
     return msgspec.structs.replace(request, wanted=wanted)
 
 
-def find_model(model: ModelOptions, machine: Machine, facts: HardwareFacts) -> PlacementRequest:
+def find_model(model: ModelOptions, machine: Host, facts: HardwareFacts) -> PlacementRequest:
     """Return the request for placement: what the model is, and the user's requests.
 
     The files of a model that has some are fetched, or converted for the first engine that can run
@@ -402,7 +402,7 @@ def find_model(model: ModelOptions, machine: Machine, facts: HardwareFacts) -> P
 
 
 def _with_files(
-    request: PlacementRequest, model: ModelOptions, machine: Machine, facts: HardwareFacts
+    request: PlacementRequest, model: ModelOptions, machine: Host, facts: HardwareFacts
 ) -> PlacementRequest:
     """Return the request with the engine, shape and memory of the files of the first engine that
     can run the model."""
@@ -430,7 +430,7 @@ def _with_files(
 
 
 def engine_question(
-    model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
+    model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Host
 ) -> EngineQuestion | None:
     """Return the question of which CPU engine serves this ladder model best. The context must be
     set.

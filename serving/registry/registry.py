@@ -26,7 +26,7 @@ from crossover.serving.registry.model_loader import (
     RegistryLimits,
     load_cancelled,
 )
-from crossover.serving.registry.prepare_model import Machine, Prepared
+from crossover.serving.registry.prepare_model import Host, Prepared
 from crossover.serving.registry.served_model import ServedModel, in_text_thread, read_vocabulary
 from crossover.serving.supervisor.engine_supervisor import RETRY_SECONDS, Supervisor
 
@@ -37,7 +37,7 @@ class Registry:
     def __init__(
         self,
         metrics: ServerMetrics,
-        machine: Machine,
+        machine: Host,
         make_supervisor: Callable[[Prepared], Supervisor],
         limits: RegistryLimits,
     ) -> None:

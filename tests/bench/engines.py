@@ -20,7 +20,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.levels.level_columns import levels_of
 from crossover.loadtests.records.run_folder import read_records
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from tests.bench.paired import parser_of
 from tests.bench.truth import found_in
 
@@ -62,7 +62,7 @@ def measure(
         slots=16 // engines,
         seconds=seconds,
     )
-    machine = Machine()
+    machine = Host()
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         file = Path(folder) / "campaign.toml"
         file.write_text(text, encoding="utf-8")

@@ -44,7 +44,7 @@ from crossover.serving.capacity.simulated_capacity import (
     lengths_of_sessions,
 )
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from crossover.serving.workload.conversations import draw_sessions
 from crossover.serving.workload.request_lengths import Workload
 from tests.bench.paired import parser_of
@@ -273,7 +273,7 @@ def main() -> None:
         first, *later = map(read_records, folders)
         rows.append(compared(first, later))
     if options.campaign is not None:
-        machine = Machine()
+        machine = Host()
         with Progress() as progress:
             plan = on_this_machine(
                 read_campaign(options.campaign), machine, machine.facts(), progress

@@ -13,7 +13,7 @@ from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.engines import Obstacles
 from crossover.serving.placement.placement_policy import NoPlacement, plan
-from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.prepare_model import Host
 from crossover.serving.server_options import Policy
 from tests.tools.with_settings import placement_request
 
@@ -34,7 +34,7 @@ FACTS = HardwareFacts(
 )
 
 
-class MadeUp(Machine):
+class MadeUp(Host):
     """A machine with these facts, whose backends have this trouble with its GPU."""
 
     def __init__(

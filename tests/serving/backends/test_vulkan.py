@@ -20,7 +20,7 @@ from crossover.models.weights.random_weights import write_gguf
 from crossover.serving.backends.backend_table import probe_backend
 from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
 from crossover.serving.hardware.gpus import VULKAN, GpuFacts
-from crossover.serving.registry.prepare_model import Machine, prepare
+from crossover.serving.registry.prepare_model import Host, prepare
 from crossover.serving.server_options import ModelOptions
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 from crossover.serving.supervisor.restart_policy import RecoveryLimits
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_the_cpu(make: Make) -> None:
 def test_a_killed_engine_falls_back_to_the_cpu_and_returns(model: Path, device: GpuFacts) -> None:
     """Placement, engines and the look at the device before the return are those of `serve`."""
     options = ModelOptions(source=str(model), name="m", slots=2, context_tokens=256)
-    prepared = prepare(options, Machine())
+    prepared = prepare(options, Host())
     places = [(one.device, one.backend, one.device_id) for one in prepared.placement.attempts]
     assert places == [("gpu", "llama_cpp", ""), ("cpu", "llama_cpp", "")]
 

@@ -21,7 +21,7 @@ from crossover.serving.placement.fastest_backend import (
 from crossover.serving.placement.placement_policy import Placement, with_context
 from crossover.serving.registry import prepare_model
 from crossover.serving.registry.prepare_model import (
-    Machine,
+    Host,
     engine_question,
     find_model,
     prepare,
@@ -35,7 +35,7 @@ SPEC = ladder_model("135m").spec
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path: Path) -> Host:
     """Where onnx is twice as quick with one thread. No weights are made yet."""
     question = EngineQuestion(request=placement_request(SPEC), threads=1, cores=(0,))
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
@@ -47,7 +47,7 @@ def machine(tmp_path: Path) -> Machine:
         )
         engine = EngineCandidate(backend=backend, weight_format=name)
         save_times(tmp_path, hardware_facts(), question.key(engine), times)
-    return Machine(str(tmp_path))
+    return Host(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
-    machine: Machine, options: dict[str, Any], expected: tuple[str, str] | None
+    machine: Host, options: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     model = ModelOptions(source="135m", threads=1, **options)
     facts = machine.facts()
@@ -74,7 +74,7 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
 
 
 def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps cost the same with any number of rows, so memory decides: 32 slots of the model's 8,192
     tokens take less than a quarter of it, and 64 do not."""
@@ -83,7 +83,7 @@ def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
         def __init__(self, placement: Placement) -> None:
             self.placement = placement
 
-    def stop(model: ModelIdentity, placement: Placement, machine: Machine) -> None:
+    def stop(model: ModelIdentity, placement: Placement, machine: Host) -> None:
         raise Placed(placement)
 
     monkeypatch.setattr(prepare_model, "files_of_engines", stop)
@@ -99,7 +99,7 @@ def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
 
 
 def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a_gpu(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub.constants
 

@@ -21,7 +21,7 @@ from crossover.serving.metrics import ServerMetrics
 from crossover.serving.placement.placement_policy import NoPlacement
 from crossover.serving.registry import served_model
 from crossover.serving.registry.model_loader import RegistryLimits
-from crossover.serving.registry.prepare_model import Machine, prepare, with_shared_cores
+from crossover.serving.registry.prepare_model import Host, prepare, with_shared_cores
 from crossover.serving.registry.registry import Registry
 from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ModelOptions
@@ -52,7 +52,7 @@ async def fleet_of(
     limits: RegistryLimits | None = None,
     kinds: dict[str, type[Supervisor]] | None = None,
 ) -> AsyncIterator[Registry]:
-    machine = Machine()
+    machine = Host()
     registry = Registry(
         ServerMetrics(),
         machine,
@@ -266,7 +266,7 @@ def test_stopping_ends_every_engine_and_every_wait() -> None:
 
 
 def test_a_later_placement_sees_the_cores_from_before_this_process_took_its_own() -> None:
-    machine, before = Machine(), os.sched_getaffinity(0)
+    machine, before = Host(), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
         assert machine.facts().allowed_cores == tuple(sorted(before))
@@ -375,7 +375,7 @@ def test_engines_are_told_whether_another_model_has_their_cores() -> None:
     first, second = allowed_cores()[:2]
     prepared = with_shared_cores(
         [
-            prepare(msgspec.structs.replace(model(name), cores=str(core)), Machine())
+            prepare(msgspec.structs.replace(model(name), cores=str(core)), Host())
             for name, core in (("a", first), ("b", first), ("c", second))
         ]
     )
