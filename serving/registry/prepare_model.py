@@ -1,6 +1,6 @@
 """Prepares a model for serving: what it is, where it will run, and the files of its engines.
 
-prepared = prepare(ModelOptions(source="135m"), Machine())
+prepared = prepare(ModelOptions(source="135m"), Host())
 prepared.placement, prepared.configs, prepared.tokenizer_path
 """
 
