@@ -453,7 +453,6 @@ def estimate_of(record: CellRecord) -> journal.Capacity:
 
 
 def demand_of(campaign: Campaign) -> Demand:
-    """Return the requests of a campaign."""
     return Demand(campaign.workload, campaign.arrivals)
 
 

@@ -232,7 +232,6 @@ class Connection:
                 self._parser.feed_data(data)
 
     def _end(self, problem: OSError) -> None:
-        """End the exchange with an error."""
         self._watcher.stop()
         self._trouble = problem
         if self._waiter is not None:

@@ -230,7 +230,6 @@ class CellReady(Event, frozen=True, kw_only=True):
 
     @property
     def shared_cores(self) -> list[str]:
-        """The processes that share cores."""
         return list((self.layout or {}).get("shared") or ())
 
     @property

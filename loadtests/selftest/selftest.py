@@ -165,7 +165,6 @@ class Bench:
 
 @contextmanager
 def open_bench() -> Iterator[Bench]:
-    """Yield a bench with a temporary folder."""
     layout = divide_cores(allowed_cores(), quota=cgroup_cores())
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-", dir=temporary_folder()) as name:
         folder = Path(name)

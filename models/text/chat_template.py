@@ -185,7 +185,6 @@ class RendersChat:
         return None
 
     def shows_tools(self, source: str) -> bool:
-        """Return whether the template shows tools to the model."""
         if source not in self._tools_shown:
             user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
             tools = [{"type": "function", "function": _TOOL}]
@@ -304,7 +303,6 @@ class RendersChat:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the variables of the template."""
         return {
             "tools": None,
             "documents": None,
@@ -319,7 +317,6 @@ class RendersChat:
 def _with_content_form(
     turns: Sequence[Mapping[str, Any]], form: ContentForm
 ) -> list[dict[str, Any]]:
-    """Return the turns with their content in this form."""
     return [{**turn, "content": _in_form(turn["content"], form)} for turn in turns]
 
 

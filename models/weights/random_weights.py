@@ -343,6 +343,5 @@ def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
 
 
 def as_bytes(values: npt.NDArray[Any]) -> memoryview:
-    """Return the bytes of an array."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers

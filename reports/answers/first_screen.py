@@ -48,7 +48,6 @@ class FirstScreen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstScreen:
-    """Return the first screen of a run."""
     rows = tuple(answer_row(answer, data) for answer in answers)
     return FirstScreen(
         headline=headline(answers, data),

@@ -99,12 +99,10 @@ class Traffic(msgspec.Struct, frozen=True):
 
     @property
     def mean_prompt(self) -> float:
-        """Mean prompt tokens."""
         return float(np.mean(self.lengths.prompt))
 
     @property
     def mean_output(self) -> float:
-        """Mean output tokens."""
         return float(np.mean(self.lengths.output))
 
     @property

@@ -78,7 +78,6 @@ def months_until(rate: float, capacity: float, percent_per_month: float) -> int 
 
 
 def forecast_in(question: Question, month: int) -> Forecast:
-    """Return the forecast of a month."""
     percent = question.keys.forecast.growth_percent_per_month or 0.0
     return question.forecast.scaled((1 + percent / 100) ** month)
 

@@ -177,7 +177,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def gpu_format(self) -> str:
-        """The weight format on GPUs."""
         return known_gpu_format(self.keys.gpu_format)
 
     @property

@@ -20,7 +20,6 @@ AXIS_ROOM = 1.25  # factor between the ends of intervals and of the axis
 
 
 def atlas_page(atlas: Atlas) -> str:
-    """Return the whole page as HTML."""
     return render_template(
         "atlas.html",
         atlas=atlas,

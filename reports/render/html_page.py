@@ -41,7 +41,6 @@ FACTS = {
 
 
 def page(data: ReportData, answers: Sequence[ModelAnswer], sections: Sequence[Section]) -> str:
-    """Return the whole page as HTML."""
     lattice = lattice_of(answers, data)
     view: dict[str, Any] = {
         "run": data.manifest.run_id,
@@ -126,7 +125,6 @@ def _gpu_in_words(gpu: dict[str, Any]) -> str:
 
 
 def _drawn(chart: Chart) -> Markup:
-    """Return the SVG of a chart."""
     if chart.spec is None:
         drawing = f'<div id="{chart.slug}">{chart.svg}</div>'
     else:

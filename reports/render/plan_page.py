@@ -30,7 +30,6 @@ WIDTH = 400  # pixels of the chart, whose text can then be read on a phone
 
 
 def plan_page(plan: CostPlan) -> str:
-    """Return the whole page as HTML."""
     return render_template(
         "plan.html",
         plan=plan,

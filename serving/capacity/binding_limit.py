@@ -246,7 +246,6 @@ class _Gains:
         return self._gain(msgspec.structs.replace(step_times, **lowered))
 
     def with_settings(self, settings: SchedulerSettings) -> float:
-        """Return the gain of other settings."""
         return self._gain(settings=settings)
 
     def _gain(

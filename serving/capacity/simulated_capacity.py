@@ -496,7 +496,6 @@ class Server:
         return self.begin(self._conversations_due(rate, seconds, self.lengths.turns))
 
     def _seconds(self, rate: float) -> float:
-        """Return the simulated seconds at this rate."""
         count = self.count
         if self.lengths.turns is not None:
             turn_seconds = float(self.unloaded().e2e.mean()) + self.lengths.mean_think_seconds

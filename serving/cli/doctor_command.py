@@ -281,7 +281,6 @@ def warnings_of_builds(
 
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the diagnosis for people, line by line."""
     facts = diagnosis.facts
     yield "This machine"
     for name, value in (*machine_rows(facts), *speed_rows(diagnosis.core_speeds)):

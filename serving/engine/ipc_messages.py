@@ -187,7 +187,6 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """Return the message as a frame of bytes."""
     body = _encoder.encode(message)
     return FRAME.pack(len(body)) + body
 

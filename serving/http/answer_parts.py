@@ -182,7 +182,6 @@ class _Marks(NamedTuple):
 
 
 def _marks_of(output_format: OutputFormat) -> _Marks:
-    """Return the marks of a format."""
     if output_format.dialect == "gemma":
         return _Marks(
             openers={GEMMA_CHANNEL_OPEN: "reasoning"},

@@ -309,7 +309,6 @@ class GenerationResponse(ABC):
         return usage_of(prompt_tokens, output_tokens, sum(cached) if cached else None)
 
     def _error_of(self, delta: Delta) -> ApiError:
-        """Return the error of a sequence that failed."""
         if delta.finish == FinishReason.DEADLINE:
             return deadline_exceeded(self.request.deadline_seconds)
         text = delta.error or "The server cancelled the request."

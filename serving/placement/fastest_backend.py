@@ -115,7 +115,6 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is REFERENCE."""
         return (self.backend, self.weight_format) == REFERENCE
 
     @property

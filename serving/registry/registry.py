@@ -94,7 +94,6 @@ class Registry:
         self.add(model)
 
     def add(self, model: ServedModel) -> None:
-        """Add a model."""
         self.models[model.served_name] = model
 
     async def start(self) -> None:

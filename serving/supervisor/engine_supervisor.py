@@ -537,7 +537,6 @@ class Supervisor:
                     await self._spawn(0)
 
     def _become(self, state: EngineState, reason: str | None) -> None:
-        """Change the state."""
         self.state, self.reason, self.since = state, reason, time.monotonic()
         self._notify()
 

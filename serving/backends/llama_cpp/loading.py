@@ -183,7 +183,6 @@ class Loader:
         return keeps_windows_only(int(self.llama.llama_model_n_swa(model)), context_tokens)
 
     def has_experts(self, model: Any) -> bool:
-        """Return whether the model is a mixture of experts."""
         architecture = self._metadata(model, "general.architecture")
         return self._metadata(model, f"{architecture}.expert_count") not in ("", "0")
 
