@@ -125,22 +125,22 @@ def estimate(
     if (unloaded := _misses_unloaded(judged_levels, slo)) is not None:
         return _with_taken_share(unloaded, levels)
     loaded = _loaded(judged_levels)
-    found = Capacity(state="not_confirmed")
+    capacity = Capacity(state="not_confirmed")
     if server is not None and demand is not None and server.step_times.fits:
         checked = checked_speed(server, slo, checks[-1].undisturbed) if checks else None
-        found = _by_step_times(server, demand, slo, loaded, checked)
+        capacity = _by_step_times(server, demand, slo, loaded, checked)
         if (taken_share := _taken_share(levels)) is not None:
-            found = _without_other_processes(found, taken_share, server, demand, slo)
+            capacity = _without_other_processes(capacity, taken_share, server, demand, slo)
         elif (accepted_share := _accepted_share(levels)) is not None:
-            found = msgspec.structs.replace(
-                found, taken_share=accepted_share, busy_rate=found.estimated_rate
+            capacity = msgspec.structs.replace(
+                capacity, taken_share=accepted_share, busy_rate=capacity.estimated_rate
             )
-        if not found.estimated_rate and loaded:  # single requests contradicted the model
-            found = msgspec.structs.replace(found, method="levels")
-    found = _bounded_above(found, _lowest_missed(loaded))
-    found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
+        if not capacity.estimated_rate and loaded:  # single requests contradicted the model
+            capacity = msgspec.structs.replace(capacity, method="levels")
+    capacity = _bounded_above(capacity, _lowest_missed(loaded))
+    capacity = _with_confirmed_rate(capacity, judged_levels, slo, min_level_seconds)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
-    return _with_taken_share(_with_lower_bound(found, loaded, min_bounding_seconds), levels)
+    return _with_taken_share(_with_lower_bound(capacity, loaded, min_bounding_seconds), levels)
 
 
 def confirmed_rate(
@@ -150,9 +150,9 @@ def confirmed_rate(
     min_level_seconds: float = MIN_SECONDS,
 ) -> float | None:
     """Return the rate that the levels confirm if this is the estimated capacity; None: none."""
-    found = Capacity(state="not_confirmed", estimated_rate=estimated_rate)
+    capacity = Capacity(state="not_confirmed", estimated_rate=estimated_rate)
     judged_levels = _judged_levels(levels, slo)
-    return _with_confirmed_rate(found, judged_levels, slo, min_level_seconds).confirmed_rate
+    return _with_confirmed_rate(capacity, judged_levels, slo, min_level_seconds).confirmed_rate
 
 
 # The same levels are observed again for each estimate, which takes 0.1 s for 100 requests.
@@ -202,18 +202,18 @@ def _accepted_share(levels: Sequence[Level]) -> float | None:
     """Return the mean share of its CPU time that the engine lost where the campaign accepts that;
     None: it does not, or no level was disturbed."""
     disturbances = [level.finished and level.finished.disturbance for level in levels]
-    shares = [found.share or 0.0 for found in disturbances if found]
-    if not any(found and found.is_disturbed for found in disturbances):
+    shares = [disturbance.share or 0.0 for disturbance in disturbances if disturbance]
+    if not any(disturbance and disturbance.is_disturbed for disturbance in disturbances):
         return None
     return sum(shares) / len(shares)
 
 
-def _with_taken_share(found: Capacity, levels: Sequence[Level]) -> Capacity:
+def _with_taken_share(capacity: Capacity, levels: Sequence[Level]) -> Capacity:
     """Return the capacity with the share that other processes took, if it has none yet. Without a
     step-time model, rates are those of the machine as busy as it was."""
-    shares = (found.taken_share, _taken_share(levels), _accepted_share(levels))
+    shares = (capacity.taken_share, _taken_share(levels), _accepted_share(levels))
     taken_share = next((share for share in shares if share is not None), None)
-    return msgspec.structs.replace(found, taken_share=taken_share)
+    return msgspec.structs.replace(capacity, taken_share=taken_share)
 
 
 def _loaded(judged_levels: Sequence[JudgedLevel]) -> list[JudgedLevel]:
@@ -420,50 +420,48 @@ def _by_step_times(
 
 
 def _without_other_processes(
-    found: Capacity, taken_share: float, server: ServerModel, demand: Demand, slo: Slo
+    capacity: Capacity, taken_share: float, server: ServerModel, demand: Demand, slo: Slo
 ) -> Capacity:
     """Return the capacity of the machine without other processes, with an interval that is wider by
     what they do beside taking CPU time, and with the capacity of the machine as busy as it was.
 
     `taken_share`: of the engine's CPU time that they took.
     """
-    if not (found.estimated_rate and found.low and found.high and found.steepness):
-        return msgspec.structs.replace(found, taken_share=taken_share)
-    taken_log = Z_90 * TAKEN_SD * taken_share * found.steepness
-    wider = [
-        math.exp(math.hypot(math.log(end / found.estimated_rate), taken_log))
-        for end in (found.low, found.high)
-    ]
-    quiet = server_under_load(server, found)
+    rate, low, high = capacity.estimated_rate, capacity.low, capacity.high
+    if not (rate and low and high and capacity.steepness):
+        return msgspec.structs.replace(capacity, taken_share=taken_share)
+    taken_log = Z_90 * TAKEN_SD * taken_share * capacity.steepness
+    wider = [math.exp(math.hypot(math.log(end / rate), taken_log)) for end in (low, high)]
+    quiet = server_under_load(server, capacity)
     busy = quiet.slower(1 / (1 - min(taken_share, MAX_TAKEN_SHARE)))
     quiet_rate, busy_rate = (
         model.capacity(demand, slo, QUICK_REQUESTS).rate for model in (quiet, busy)
     )
     return msgspec.structs.replace(
-        found,
-        low=found.estimated_rate / wider[0],
-        high=found.estimated_rate * wider[1],
+        capacity,
+        low=rate / wider[0],
+        high=rate * wider[1],
         taken_share=taken_share,
-        busy_rate=found.estimated_rate * min(1.0, busy_rate / quiet_rate) if quiet_rate else None,
+        busy_rate=rate * min(1.0, busy_rate / quiet_rate) if quiet_rate else None,
     )
 
 
-def _bounded_above(found: Capacity, missed_rate: float) -> Capacity:
+def _bounded_above(capacity: Capacity, missed_rate: float) -> Capacity:
     """Return the capacity with an upper end of at most `missed_rate`, which missed the SLO; inf:
     none did."""
-    if missed_rate == math.inf or (found.high is not None and found.high <= missed_rate):
-        return found
-    low, rate = found.low, found.estimated_rate
+    if missed_rate == math.inf or (capacity.high is not None and capacity.high <= missed_rate):
+        return capacity
+    low, rate = capacity.low, capacity.estimated_rate
     if low is not None and rate is not None:
         # If the estimate is above the rate that missed, the lower end is moved down with it, so
         # that it keeps its relative distance.
         low = min(low, missed_rate * low / rate)
         rate = min(rate, missed_rate)
-    return msgspec.structs.replace(found, low=low, estimated_rate=rate, high=missed_rate)
+    return msgspec.structs.replace(capacity, low=low, estimated_rate=rate, high=missed_rate)
 
 
 def _with_confirmed_rate(
-    found: Capacity, judged_levels: Sequence[JudgedLevel], slo: Slo, min_level_seconds: float
+    capacity: Capacity, judged_levels: Sequence[JudgedLevel], slo: Slo, min_level_seconds: float
 ) -> Capacity:
     """Return the capacity with the highest rate that levels confirm. If there is none, return it
     with the reason and the seconds of a level that would confirm one.
@@ -475,8 +473,8 @@ def _with_confirmed_rate(
     loaded = _loaded(judged_levels)
     answer_seconds = _single_stream_answer_seconds(judged_levels)
     min_seconds = WINDOW_TOLERANCE * shortest_level(slo, answer_seconds, min_level_seconds)
-    has_estimate = bool(found.estimated_rate)  # from step times
-    max_rate = found.estimated_rate or math.inf
+    has_estimate = bool(capacity.estimated_rate)  # from step times
+    max_rate = capacity.estimated_rate or math.inf
     lowest_missed = _lowest_missed(loaded)
     long_enough = [
         one for one in loaded if one.judged.steady and one.level.window_seconds >= min_seconds
@@ -485,12 +483,12 @@ def _with_confirmed_rate(
     for rate in sorted(rates, reverse=True):
         at_rate = [one for one in long_enough if one.rate == rate]
         if rate > max_rate and _is_proven(at_rate, loaded, slo, has_estimate=False):
-            return _raised_to(_confirmed_by(found, at_rate, has_estimate), found)
+            return _raised_to(_confirmed_by(capacity, at_rate, has_estimate), capacity)
         if _is_proven(at_rate, loaded, slo, has_estimate):
-            return _confirmed_by(found, at_rate, has_estimate, max_rate)
+            return _confirmed_by(capacity, at_rate, has_estimate, max_rate)
     # Of an estimate of 0.0 nothing can be confirmed.
-    next_rate = CONFIRMING_SHARE * (found.estimated_rate or 0.0)
-    if found.method == "levels" and answer_seconds:
+    next_rate = CONFIRMING_SHARE * (capacity.estimated_rate or 0.0)
+    if capacity.method == "levels" and answer_seconds:
         next_rate = 1 / answer_seconds
     confirm_seconds = None
     if next_rate:
@@ -503,10 +501,10 @@ def _with_confirmed_rate(
         )
     why_not = _why_not_confirmed(loaded, slo, min_seconds)
     return msgspec.structs.replace(
-        found,
+        capacity,
         starts=len({one.level.started.start for one in judged_levels}),
         confirm_seconds=confirm_seconds,
-        reason=found.reason or why_not,
+        reason=capacity.reason or why_not,
     )
 
 
@@ -542,20 +540,20 @@ def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: flo
     return f"{words}these are too few to prove {slo.target:.4g} of all requests"
 
 
-def _raised_to(confirmed: Capacity, found: Capacity) -> Capacity:
-    """Return a capacity whose confirmed rate is above its estimate, `found`, with the estimate and
-    the upper end of its interval raised by the same factor."""
-    rate, estimated = confirmed.confirmed_rate, found.estimated_rate
+def _raised_to(confirmed: Capacity, capacity: Capacity) -> Capacity:
+    """Return a capacity whose confirmed rate is above the estimate in `capacity`, with the
+    estimate and the upper end of its interval raised by the same factor."""
+    rate, estimated = confirmed.confirmed_rate, capacity.estimated_rate
     if not rate or not estimated or rate <= estimated:
         return confirmed
-    high = None if found.high is None else found.high * rate / estimated
+    high = None if capacity.high is None else capacity.high * rate / estimated
     return msgspec.structs.replace(
         confirmed, estimated_rate=rate, high=high, contradicted_rate=estimated
     )
 
 
 def _confirmed_by(
-    found: Capacity,
+    capacity: Capacity,
     at_rate: Sequence[JudgedLevel],
     has_estimate: bool,
     max_rate: float = math.inf,
@@ -566,11 +564,11 @@ def _confirmed_by(
     due = sum(one.judged.due for one in at_rate)
     # The offered rate may be lower than the nominal one.
     confirmed = min(at_rate[0].rate, due / seconds, max_rate)
-    estimated_rate = found.estimated_rate
-    if not has_estimate and found.high is not None:
-        estimated_rate = math.sqrt(confirmed * found.high)
+    estimated_rate = capacity.estimated_rate
+    if not has_estimate and capacity.high is not None:
+        estimated_rate = math.sqrt(confirmed * capacity.high)
     return msgspec.structs.replace(
-        found,
+        capacity,
         state="confirmed",
         confirmed_rate=confirmed,
         confirmed_seconds=seconds,
@@ -579,22 +577,22 @@ def _confirmed_by(
         starts=len({one.level.started.start for one in at_rate}),
         estimated_rate=estimated_rate,
         method="step_times" if has_estimate else "levels",
-        low=max(found.low or 0.0, confirmed),
-        reason="" if found.high else "no measured rate missed the SLO",
+        low=max(capacity.low or 0.0, confirmed),
+        reason="" if capacity.high else "no measured rate missed the SLO",
     )
 
 
 def _with_lower_bound(
-    found: Capacity, loaded: Sequence[JudgedLevel], min_seconds: float
+    capacity: Capacity, loaded: Sequence[JudgedLevel], min_seconds: float
 ) -> Capacity:
     """Return the capacity with the highest rate that met the SLO as its lower end, if there is no
     step-time model and no level was long enough to confirm a rate.
 
     `min_seconds`: duration of the shortest level that bounds the capacity.
     """
-    if found.is_confirmed or found.method != "levels":
-        return found
-    max_rate = found.high or math.inf
+    if capacity.is_confirmed or capacity.method != "levels":
+        return capacity
+    max_rate = capacity.high or math.inf
     met_rates = [
         min(one.rate, one.judged.due / one.level.window_seconds)
         for one in loaded
@@ -603,14 +601,14 @@ def _with_lower_bound(
         and one.level.window_seconds >= min_seconds
     ]
     if not met_rates:
-        return found
+        return capacity
     low = max(met_rates)
-    unit_rate = found.high or low
+    unit_rate = capacity.high or low
     words = f"levels met the SLO at {formatting.rate(low, rounded='down', like=unit_rate)}"
-    if found.high is not None:
-        words += f" and missed it at {formatting.rate(found.high, rounded='up', like=unit_rate)}"
+    if capacity.high is not None:
+        words += f" and missed it at {formatting.rate(capacity.high, rounded='up', like=unit_rate)}"
     return msgspec.structs.replace(
-        found, low=low, reason=f"{words}, but were too short to confirm a rate"
+        capacity, low=low, reason=f"{words}, but were too short to confirm a rate"
     )
 
 

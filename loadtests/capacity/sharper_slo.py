@@ -1,7 +1,7 @@
 """Advice for a capacity whose interval is wide although the step times are well known, or that is
 0: an SLO under which it would be narrow, or under which there would be a capacity.
 
-    advice(found, server, demand, slo)
+    advice(capacity, server, demand, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
 
 If the SLO is near the best latency that a configuration can reach, the capacity falls several times
@@ -51,26 +51,28 @@ class Alternative(NamedTuple):
     slo: Slo
 
 
-def advice(found: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
+def advice(capacity: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
     """Return a sentence with a target and a limit under which the interval would be narrow, or, if
     there is no capacity, with those (or with shorter prompts) under which there would be one.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
     all alternatives. Simulates up to a dozen capacities, which takes seconds.
     """
-    if found.is_none:
-        unloaded = server.slower(found.factor or 1.0)
+    if capacity.is_none:
+        unloaded = server.slower(capacity.factor or 1.0)
         return what_gives_a_capacity(unloaded.simulated(demand), slo)
-    low, high, steepness = found.low, found.high, found.steepness
-    if found.method != "step_times" or not (low and high and found.estimated_rate and steepness):
+    low, high, steepness = capacity.low, capacity.high, capacity.steepness
+    if capacity.method != "step_times" or not (
+        low and high and capacity.estimated_rate and steepness
+    ):
         return ""
     if high <= MAX_WIDTH * low:
         return ""
-    if found.speed_moved is not None:  # the machine, not the SLO, made it wide
+    if capacity.speed_moved is not None:  # the machine, not the SLO, made it wide
         return ""
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
-    loaded = server_under_load(server, found)
+    loaded = server_under_load(server, capacity)
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):
@@ -126,16 +128,18 @@ def what_single_requests_meet(levels: Sequence[Level], slo: Slo) -> str:
     where no step times are known; "": there is none among the alternatives."""
     factors = (*LIMIT_FACTORS, *MORE_FACTORS, *MOST_FACTORS)
     due = sum(level.judge(slo).due for level in levels)
-    found: list[str] = []
+    alternatives: list[str] = []
     for alternatives in _easier_slos(slo, factors):
         for key, value, easier_slo in alternatives:
             good = sum(level.judge(easier_slo).good for level in levels)
             if due and good >= easier_slo.target * due:
-                found.append(f"slo.{key} = {value}")
+                alternatives.append(f"slo.{key} = {value}")
                 break
-    if not found:
+    if not alternatives:
         return ""
-    return f"Single requests would meet the SLO with {' or '.join(found[:MAX_ALTERNATIVES])}."
+    return (
+        f"Single requests would meet the SLO with {' or '.join(alternatives[:MAX_ALTERNATIVES])}."
+    )
 
 
 def _with_shorter_prompts(server: Server, factor: float) -> Server:
