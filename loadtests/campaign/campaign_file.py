@@ -34,12 +34,7 @@ from crossover.loadtests.errors import BadCampaign, LoadError
 from crossover.loadtests.load_generator.endpoint_access import literal_faults, variables_of
 from crossover.loadtests.load_generator.target import Target, check_target
 from crossover.models.errors import UnsupportedModel, printable
-from crossover.models.identity.identify_model import (
-    ModelIdentity,
-    identify,
-    name_of,
-    short_model_id,
-)
+from crossover.models.identity.identify_model import ModelIdentity, identify, name_of
 from crossover.models.identity.model_ladder import find_ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.weight_formats import known_format
@@ -260,8 +255,7 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
         fields = msgspec.structs.asdict(file)
         fields["slo"] = slo_of(file.slo)
         fields["workload"] = with_context_limit(file)
-        cells = [] if file.target is None else [cell_of_target(file.target)]
-        return Plan(Campaign(**fields), cells, text)
+        return Plan(Campaign(**fields), [], text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
 
@@ -322,14 +316,6 @@ def check_trust(campaign: Campaign) -> None:
             f"The campaign uses {'; '.join(map(printable, needs_trust))}. "
             "If you trust all of this, add --trust."
         )
-
-
-def cell_of_target(target: Target) -> Cell:
-    """Return the cell of an endpoint that is already running."""
-    # The id is untrusted: it may contain line feeds and control characters.
-    model = printable(" ".join(short_model_id(target.model or "").split())) or "default"
-    key = file_name(f"{model}@{target.url.split('://')[-1]}")
-    return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 
 
 def file_name(text: str) -> str:

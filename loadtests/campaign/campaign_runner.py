@@ -26,7 +26,6 @@ from crossover.loadtests.campaign import cell_selection
 from crossover.loadtests.campaign.campaign_file import (
     Campaign,
     Plan,
-    cell_of_target,
     check_trust,
 )
 from crossover.loadtests.campaign.cell_runner import CellRun
@@ -34,7 +33,6 @@ from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_serving
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
-from crossover.loadtests.campaign.server_launch import CellServer
 from crossover.loadtests.campaign.time_budget import TimeBudget
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.comparison.run_environment import machine_differences
@@ -77,7 +75,7 @@ def run(
     dependencies = dependencies or Dependencies()
     with machine_lock(f"campaign {plan.campaign.name!r}"):
         facts = dependencies.machine.facts()
-        plan = _with_served_model(plan, progress)
+        plan = msgspec.structs.replace(plan, campaign=_with_served_model(plan.campaign, progress))
         plan = on_this_machine(plan, dependencies.machine, facts, progress)
         with new_run(out, plan, facts, command or sys.argv) as run_folder:
             run_folder.append_event(journal.RunStarted())
@@ -165,17 +163,15 @@ def _abandon_open_level(run_folder: RunFolder, reason: str) -> None:
             )
 
 
-def _with_served_model(plan: Plan, progress: Progress) -> Plan:
-    """Return the plan with the name of the model that its endpoint serves, if the campaign measures
-    an endpoint and does not name the model. Raises TargetUnusable."""
-    target = plan.campaign.target
+def _with_served_model(campaign: Campaign, progress: Progress) -> Campaign:
+    """Return the campaign with the name of the model that its endpoint serves, if it measures an
+    endpoint and does not name the model. Raises TargetUnusable."""
+    target = campaign.target
     if target is None or target.model is not None:
-        return plan
-    server = CellServer(plan.cells[0], plan.campaign, Path())
-    facts = wait_until_serving(server, progress)
+        return campaign
+    facts = wait_until_serving(target, progress)
     target = msgspec.structs.replace(target, model=facts.model)
-    campaign = msgspec.structs.replace(plan.campaign, target=target)
-    return Plan(campaign, [cell_of_target(target)], plan.text)
+    return msgspec.structs.replace(campaign, target=target)
 
 
 class CampaignSession:

@@ -32,8 +32,14 @@ from crossover.loadtests.campaign.campaign_file import (
 from crossover.loadtests.campaign.cell_selection import layout_of
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.errors import BadCampaign
-from crossover.models.errors import ModelError
-from crossover.models.identity.identify_model import ModelIdentity, identify, unique_names
+from crossover.loadtests.load_generator.target import Target
+from crossover.models.errors import ModelError, printable
+from crossover.models.identity.identify_model import (
+    ModelIdentity,
+    identify,
+    short_model_id,
+    unique_names,
+)
 from crossover.models.weights.weight_formats import DEFAULT_FORMATS
 from crossover.serving.backends.backend_table import DEFAULTS
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
@@ -59,16 +65,18 @@ GPU_BACKEND = DEFAULTS["gpu"][0]
 def on_this_machine(
     requested: Plan, machine: Host, facts: HardwareFacts, progress: Progress
 ) -> Plan:
-    """Return the plan with its cells: the devices of this machine, on each the engines of each
-    model, and then the engines of other projects.
+    """Return the plan with its cells: the endpoint that it measures, or the devices of this
+    machine, on each the engines of each model, and then the engines of other projects.
 
     A campaign that names no devices measures the CPU, and the GPU if a backend here can use it.
     Raises BadCampaign for a model or a device on which nothing can be measured, and for "auto"
     without llama_cpp; CrossoverError if the measurement for "auto" fails.
     """
+    campaign = requested.campaign
     if requested.cells:
         return requested
-    campaign = requested.campaign
+    if campaign.target is not None:
+        return Plan(campaign, [cell_of_target(campaign.target)], requested.text)
     cells: list[Cell] = []
     try:
         if campaign.backends == []:
@@ -241,6 +249,14 @@ class EngineSelection:
 
 
 # The cells.
+
+
+def cell_of_target(target: Target) -> Cell:
+    """Return the cell of an endpoint that is already running."""
+    # The id is untrusted: it may contain line feeds and control characters.
+    model = printable(" ".join(short_model_id(target.model or "").split())) or "default"
+    key = file_name(f"{model}@{target.url.split('://')[-1]}")
+    return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 
 
 def _cell_of_own_engine(

@@ -33,7 +33,7 @@ from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.locust_process import LoadGenerator
 from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
-from crossover.loadtests.load_generator.target import TargetFacts, route_words
+from crossover.loadtests.load_generator.target import Target, TargetFacts, route_words
 from crossover.loadtests.records.journal_events import EngineTime, LevelFinished, LevelStarted
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.resource_sample import ResourceSample
@@ -77,7 +77,7 @@ class ServerBench:
                 lambda phase, fraction: progress.tick(f"{state.key}: {phase}", fraction)
             )
             ready = server.ready(state.key)
-            self._facts = facts = wait_until_serving(server, progress)
+            self._facts = facts = wait_until_serving(server.target, progress, server.trouble)
             seconds = time.monotonic() - started_at
             progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
             self.slots, self.kv_tokens = ready.info.slots, ready.info.kv_tokens
@@ -302,17 +302,21 @@ def _verdict_words(level: Level, judged: Judged) -> str:
     return judged.verdict
 
 
-def wait_until_serving(server: CellServer, progress: Progress) -> TargetFacts:
-    """Return what the endpoint supports, once it serves. Raises ServerLost, EndpointRefuses,
-    TargetUnusable."""
-    until = time.monotonic() + server.target.ready_seconds
+def wait_until_serving(
+    target: Target, progress: Progress, trouble: Callable[[], str | None] = lambda: None
+) -> TargetFacts:
+    """Return what the endpoint supports, once it serves. `trouble`: returns why it never will.
+
+    Raises ServerLost, EndpointRefuses, TargetUnusable.
+    """
+    until = time.monotonic() + target.ready_seconds
     while True:
-        if (trouble := server.trouble()) is not None:
-            raise ServerLost(trouble)
+        if (why := trouble()) is not None:
+            raise ServerLost(why)
         try:
-            return probe_endpoint(server.target)
+            return probe_endpoint(target)
         except LoadError as problem:
             if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise
-        progress.tick(f"waiting for {server.target.url}")
+        progress.tick(f"waiting for {target.url}")
         time.sleep(0.2)

@@ -15,7 +15,6 @@ from crossover.loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
     Cell,
-    cell_of_target,
     check_trust,
     parse_campaign,
     read_campaign,
@@ -24,6 +23,7 @@ from crossover.loadtests.campaign.campaign_file import (
     slo_of,
 )
 from crossover.loadtests.campaign.cell_selection import program_of
+from crossover.loadtests.campaign.cells_on_machine import cell_of_target
 from crossover.loadtests.campaign.resume_state import new_run
 from crossover.loadtests.campaign.server_launch import api_of, filled
 from crossover.loadtests.cli.campaign_command import campaign
@@ -65,7 +65,7 @@ def test_models_and_backends_are_multiplied_with_the_formats_that_each_has() -> 
 
 
 def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
-    plan = parse_campaign(
+    plan = on_machine(
         'name = "x"\n[target]\nurl = "http://10.0.0.7:8000/v1"\nmodel = "big"\napi_key_env = "KEY"'
     )
     (cell,) = plan.cells

@@ -68,7 +68,7 @@ def test_attempts_differ_in_seed_and_configurations_get_the_same_requests() -> N
     assert len(set(seeds[0])) == 100 and seeds[0] == seeds[1]
     assert seeds[0][0] != seed_of(2, ours[0], f"{ours[0].key}{names[0]}")
     target = '[target]\nurl = "http://127.0.0.1:1"\nmodel = '
-    theirs = [parse_campaign(f'name = "x"\n{target}"{model}"').cells[0] for model in "ab"]
+    theirs = [on_machine(f'name = "x"\n{target}"{model}"').cells[0] for model in "ab"]
     assert len({seed_of(1, cell, f"{cell.key}#2.1") for cell in theirs}) == 2
 
 
