@@ -76,7 +76,7 @@ class ServerBench:
             server.wait_ready(
                 lambda phase, fraction: progress.tick(f"{state.key}: {phase}", fraction)
             )
-            ready = server.ready(state.key)
+            ready = server.ready()
             self._facts = facts = wait_until_serving(server.target, progress, server.trouble)
             seconds = time.monotonic() - started_at
             progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")

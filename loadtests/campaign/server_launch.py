@@ -2,7 +2,7 @@
 
 server = CellServer(cell, campaign, folder / "logs")
 server.wait_ready(report)
-server.target, server.ready(cell.key), server.trouble()
+server.target, server.ready(), server.trouble()
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class CellServer:
             time.sleep(0.05)
         self._load_seconds = round(time.monotonic() - started_at, 3)
 
-    def ready(self, cell: str) -> CellReady:
+    def ready(self) -> CellReady:
         """Return the event that says what serves the cell: by /v1/placement for a Crossover server,
         by its command for another project's engine, and by its own routes for an endpoint.
 
@@ -189,7 +189,8 @@ class CellServer:
         """
         if self.layout is None:
             details = ask_details(self.target, self.target.model or self._cell.model)
-            return ready_of_endpoint(cell, self.target, details)
+            info = info_of_endpoint(details)
+            return CellReady(cell=self._cell.key, info=info, spec=details.spec, url=self.target.url)
         load_seconds: float | None = self._load_seconds
         if self._engine is None:
             with connect(self.target.url) as pool:
@@ -210,7 +211,7 @@ class CellServer:
         has_weights = self._engine is None or self._engine.weights != "none"
         is_random = identity is None or identity.is_random  # a ladder model has random weights
         return CellReady(
-            cell=cell,
+            cell=self._cell.key,
             info=info,
             load_seconds=load_seconds,
             synthetic=has_weights and is_random,
@@ -238,19 +239,18 @@ class CellServer:
             self._child.stop(STOP_SECONDS + 10.0)
 
 
-def ready_of_endpoint(cell: str, target: Target, details: EndpointDetails) -> CellReady:
-    """Return the event of an endpoint that serves, with the details that it reported."""
-    info = EngineInfo()
+def info_of_endpoint(details: EndpointDetails) -> EngineInfo:
+    """Return what an endpoint that is already running reports about its engine."""
     if details.placement is not None:
-        info = info_of(details.placement)
-    elif details.software != "unknown":
-        info = EngineInfo(
-            name=details.software,
-            slots=details.slots,
-            context_tokens=details.context_tokens,
-            kv_tokens=details.kv_tokens,
-        )
-    return CellReady(cell=cell, info=info, spec=details.spec, url=target.url)
+        return info_of(details.placement)
+    if details.software == "unknown":
+        return EngineInfo()
+    return EngineInfo(
+        name=details.software,
+        slots=details.slots,
+        context_tokens=details.context_tokens,
+        kv_tokens=details.kv_tokens,
+    )
 
 
 def identity_now(cell: Cell) -> ModelIdentity | None:

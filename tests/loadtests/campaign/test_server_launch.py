@@ -114,7 +114,7 @@ def test_another_projects_engine_serves_is_identified_and_ends(
     monkeypatch.setenv("MINE", "visible")
     server = start()
     server.wait_ready(say)
-    ready = server.ready("cell")
+    ready = server.ready()
     assert (ready.info.name, ready.info.device) == ("scripted", "cpu")
     assert ready.info.command is not None and ready.load_seconds is not None
     port = server.target.url.rpartition(":")[2]
