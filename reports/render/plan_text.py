@@ -44,26 +44,19 @@ def as_text(plan: CostPlan, columns: int = 100) -> str:
     with console.capture() as output:
         console.print(choice_sentence(plan))
         console.print()
-        console.print(terminal_table(options_table(plan)))
-        console.print()
-        if (table := comparison_table(plan)) is not None:
-            console.print(terminal_table(table))
-            console.print()
-        if plan.cold_starts:
-            console.print(terminal_table(cold_start_table(plan.cold_starts)))
-            for sentence in cold_start_sentences(plan.cold_starts):
-                console.print(sentence)
-            console.print()
-        if plan.mixes:
-            console.print(terminal_table(mix_table(plan.mixes_to_show)))
-            for sentence in mix_sentences(plan):
-                console.print(sentence)
-            console.print()
-        if plan.mix_alternatives:
-            console.print(terminal_table(alternatives_table(plan.mix_alternatives)))
-            for sentence in alternatives_sentences(plan.mix_alternatives):
-                console.print(sentence)
-            console.print()
+        for table, texts in (
+            (options_table(plan), ()),
+            (comparison_table(plan), ()),
+            (cold_start_table(plan.cold_starts), cold_start_sentences(plan.cold_starts)),
+            (mix_table(plan.mixes_to_show), mix_sentences(plan)),
+            (
+                alternatives_table(plan.mix_alternatives),
+                alternatives_sentences(plan.mix_alternatives),
+            ),
+        ):
+            if table is not None and table.rows:
+                console.print(terminal_table(table), *texts, sep="\n")
+                console.print()
         for sentence in [*sentences(plan), "", *explanations(plan)]:
             console.print(sentence)
     return output.get().rstrip()
