@@ -249,7 +249,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
                 f"--standby warm keeps a fallback loaded, and --engines {model.engines} has none: "
                 "when an engine dies, the others serve. Remove one of the two options."
             )
-    request = find_model(model, machine, facts)
+    request, own_files = find_model(model, machine, facts)
     placement = machine.place(request, facts)
     split = machine.split(model.cores, model.threads, placement, model.engines)
     placed_request = with_context(request, placement.settings.context_tokens)
@@ -268,7 +268,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         split = machine.split(model.cores, threads, placement, model.engines)
     backends = [attempt.backend for attempt in placement.attempts]
     options = options_by_backend(model.options, backends)  # checked before weights are made
-    files, placement = files_of_engines(request.model, placement, machine)
+    files, placement = files_of_engines(request.model, placement, machine, own_files)
     for backend, resolved in files.items():
         if not resolved.path:  # an engine without weights learns the vocabulary from its options
             options[backend].setdefault("vocabulary", request.spec.vocabulary)
@@ -316,14 +316,17 @@ def with_shared_cores(models: Sequence[Prepared]) -> list[Prepared]:
 
 
 def files_of_engines(
-    model: ModelIdentity, placement: Placement, machine: Host
+    model: ModelIdentity,
+    placement: Placement,
+    machine: Host,
+    own_files: Mapping[str, ResolvedModel] = {},
 ) -> tuple[dict[str, ResolvedModel], Placement]:
     """Return the files of every engine, by backend, and the placement without the engines that have
     no files: a fallback without weights must not keep the GPU from serving.
 
-    Raises ModelError if the first engine has no files.
+    `own_files`: those that exist already. Raises ModelError if the first engine has no files.
     """
-    files: dict[str, ResolvedModel] = {}
+    files = dict(own_files)
     attempts: list[Attempt] = []
     reason = None
     for attempt in placement.attempts:
@@ -368,8 +371,11 @@ def with_measured_fallbacks(
     return msgspec.structs.replace(request, wanted=wanted)
 
 
-def find_model(model: ModelOptions, machine: Host, facts: HardwareFacts) -> PlacementRequest:
-    """Return the request for placement: what the model is, and the user's requests.
+def find_model(
+    model: ModelOptions, machine: Host, facts: HardwareFacts
+) -> tuple[PlacementRequest, dict[str, ResolvedModel]]:
+    """Return the request for placement (what the model is, and the user's requests), and the files
+    of the model by backend.
 
     The files of a model that has some are fetched, or converted for the first engine that can run
     it, so that its memory is known exactly. Those of a published shape are made later, once
@@ -398,14 +404,14 @@ def find_model(model: ModelOptions, machine: Host, facts: HardwareFacts) -> Plac
         prompt_cache_bytes=model.prompt_cache_bytes,
         check_memory=model.check_memory,
     )
-    return _with_files(request, model, machine, facts) if identity.has_files else request
+    return _with_files(request, model, machine, facts) if identity.has_files else (request, {})
 
 
 def _with_files(
     request: PlacementRequest, model: ModelOptions, machine: Host, facts: HardwareFacts
-) -> PlacementRequest:
+) -> tuple[PlacementRequest, dict[str, ResolvedModel]]:
     """Return the request with the engine, shape and memory of the files of the first engine that
-    can run the model."""
+    can run the model, and these files by its backend."""
     found = machine.engines(request.model, facts, request.wanted)
     engine = next((engine for engine in found if engine.why_not is None), None)
     if engine is None:
@@ -421,12 +427,14 @@ def _with_files(
         memory_by_context = reported_memory(
             files.path, files.spec, model.scheduler, model.options, model.prefix_reuse
         )
-    return msgspec.structs.replace(
+    request = msgspec.structs.replace(
         with_engine(request, engine.backend, files.weight_format),
         model=msgspec.structs.replace(request.model, spec=files.spec),
         weight_bytes=size_bytes,
         memory_by_context=memory_by_context,
     )
+    # A graph that does not say its format gets that of the placement.
+    return request, {engine.backend: files} if files.weight_format else {}
 
 
 def engine_question(

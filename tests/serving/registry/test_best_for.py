@@ -67,7 +67,7 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
 ) -> None:
     model = ModelOptions(source="135m", threads=1, **options)
     facts = machine.facts()
-    request = with_context(find_model(model, machine, facts), 2048)
+    request = with_context(find_model(model, machine, facts)[0], 2048)
     question = engine_question(model, request, machine.split("", 1), machine)
     choice = question and fastest_backend(question, facts, machine.say, machine.progress)
     assert (choice and (choice.backend, choice.weight_format)) == expected
@@ -83,7 +83,7 @@ def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
         def __init__(self, placement: Placement) -> None:
             self.placement = placement
 
-    def stop(model: ModelIdentity, placement: Placement, machine: Host) -> None:
+    def stop(model: ModelIdentity, placement: Placement, *_: object) -> None:
         raise Placed(placement)
 
     monkeypatch.setattr(prepare_model, "files_of_engines", stop)
@@ -120,5 +120,7 @@ def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a
     ):
         here = MadeUp(facts, trouble)
         here.cache = machine.cache
-        wanted = find_model(model, here, facts).wanted
+        request, files = find_model(model, here, facts)
+        wanted = request.wanted
+        assert list(files) == [expected[0]]
         assert (wanted.backends, wanted.formats) == (expected[:1], expected[1:])
