@@ -33,7 +33,7 @@ import heapq
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -93,11 +93,6 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
     cached: Array  # prompt tokens that were reused from the KV cache
     # The part of the time between first and last token that is spent on reasoning.
     reasoning_share: float = 0.0
-    # Which requests had to wait for a slot, and which had to wait for room in the KV cache or were
-    # preempted. None for single-stream requests, whose times are computed in closed form.
-    waited_for_slot: npt.NDArray[np.bool_] | None = None
-    waited_for_kv: npt.NDArray[np.bool_] | None = None
-    work: StepObservation | None = None  # the sums over all steps
 
     @property
     def ttfa(self) -> Array:
@@ -107,20 +102,19 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         times: Array = self.ttft + self.reasoning_share * (self.e2e - self.ttft)
         return times
 
-    def of(self, mask: npt.NDArray[np.bool_]) -> Simulated:
-        """Return the requests that `mask` selects; `work` stays that of all requests."""
-        slot, kv = self.waited_for_slot, self.waited_for_kv
-        return Simulated(
-            due=self.due[mask],
-            ttft=self.ttft[mask],
-            tpot=self.tpot[mask],
-            e2e=self.e2e[mask],
-            cached=self.cached[mask],
-            reasoning_share=self.reasoning_share,
-            waited_for_slot=None if slot is None else slot[mask],
-            waited_for_kv=None if kv is None else kv[mask],
-            work=self.work,
-        )
+    def of(self, mask: Flags) -> Self:
+        """Return the requests that `mask` selects."""
+        columns = msgspec.structs.asdict(self)
+        selected = {name: c[mask] for name, c in columns.items() if isinstance(c, np.ndarray)}
+        return msgspec.structs.replace(self, **selected)
+
+
+class Played(Simulated, frozen=True, eq=False, kw_only=True):
+    """Simulated requests that came together, and what each of them had to wait for."""
+
+    waited_for_slot: Flags
+    waited_for_kv: Flags  # for room in the KV cache, or it was preempted
+    work: StepObservation  # the sums over all steps, of all requests that were played
 
 
 def simulate(
@@ -132,7 +126,7 @@ def simulate(
     cached_tokens: Numbers | None = None,
     *,
     turns: Turns | None = None,
-) -> Simulated:
+) -> Played:
     """Simulate requests that are due at these times (seconds, ascending) to their ends.
 
     `prompt_tokens`, `output_tokens`: [n]. `cached_tokens`: prompt tokens that are not computed
@@ -378,12 +372,12 @@ class Simulation:
             self.end(heapq.heappop(decoding)[1])
         return True
 
-    def results(self) -> Simulated:
+    def results(self) -> Played:
         """Return the requests. Those that have not ended have infinite times."""
         times = self.times()
         last_token_at = np.array(self.last_token_at)
-        return msgspec.structs.replace(
-            times,
+        return Played(
+            **msgspec.structs.asdict(times),
             waited_for_slot=self.work.waited_for_slot(
                 times.due, last_token_at, self.settings.slots * self.settings.engines
             ),

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from crossover.models import formatting
-from crossover.serving.capacity.batching_simulator import Simulated
+from crossover.serving.capacity.batching_simulator import Played
 from crossover.serving.capacity.scheduler_settings import MAX_GPU_SLOTS, SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
@@ -274,13 +274,13 @@ class _LargerSetting(NamedTuple):
 
 
 def _larger_settings(
-    gains: _Gains, simulated: Simulated, missed: Flags, choose: Callable[[], SlotsChoice]
+    gains: _Gains, simulated: Played, missed: Flags, choose: Callable[[], SlotsChoice]
 ) -> Iterator[_LargerSetting]:
     """Yield the best number of slots and twice the KV memory, each only if most requests that
     missed the SLO had waited for it."""
 
-    def waited_share(has_waited: Flags | None) -> float:
-        return 0.0 if has_waited is None or not missed.any() else float(has_waited[missed].mean())
+    def waited_share(has_waited: Flags) -> float:
+        return float(has_waited[missed].mean()) if missed.any() else 0.0
 
     slots_share = waited_share(simulated.waited_for_slot)
     kv_share = waited_share(simulated.waited_for_kv)
@@ -316,7 +316,7 @@ def _history_tokens(server: Server, rate: float) -> int:
     return int(float(f"{tokens:.1e}"))
 
 
-def _lost_share(server: Server, simulated: Simulated) -> float:
+def _lost_share(server: Server, simulated: Played) -> float:
     """Return the share of all prompt tokens that the server computes again because another
     conversation took the place of their KV, 0..1."""
     if server.lengths.turns is None:
@@ -325,10 +325,9 @@ def _lost_share(server: Server, simulated: Simulated) -> float:
     return max(0.0, float(lost_tokens / server.lengths.prompt.mean()))
 
 
-def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
+def busy_shares(step_times: StepTimeModel, simulated: Played) -> BusyShares:
     """Return how the busy time of a simulation divides, by its step-time model."""
     work = simulated.work
-    assert work is not None and work.seconds > 0
     prompts = step_times.prompt_token_seconds * work.prompt_tokens
     prompts += step_times.pass_seconds * (work.passes - work.steps)
     rows = step_times.row_seconds * work.rows

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from crossover.serving.capacity.batching_simulator import (
     Array,
     Flags,
+    Played,
     Reuse,
     SharedQueue,
     Simulated,
@@ -355,7 +356,7 @@ class Server:
         self.lengths = lengths
         self.arrivals = arrivals
         self.count = count
-        self.played: dict[float, Simulated] = {}  # by rate
+        self.played: dict[float, Played] = {}  # by rate
         self.busy_shares: dict[float, float] = {}  # by rate
         self.crossings: dict[tuple[Slo, float | None], float] = {}  # by SLO and `below`
 
@@ -455,7 +456,7 @@ class Server:
             reasoning_share=lengths.reasoning_share,
         )
 
-    def play(self, rate: float) -> Simulated:
+    def play(self, rate: float) -> Played:
         """Return the requests simulated at this rate, without warm-up and cool-down.
 
         Raises WorkloadError if no request arrives between them.
@@ -520,12 +521,12 @@ class Server:
         due: Array = since[since < seconds + before] - before
         return due
 
-    def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> Simulated:
+    def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> Played:
         """Play a simulation to its end and return the requests that count. Raises WorkloadError if
         there are none."""
         simulation.play()
         simulated = simulation.results()
-        if simulated.work is not None and len(simulated.due):
+        if len(simulated.due):
             busy_engines = rate * simulated.work.seconds / len(simulated.due)
             busy_share = busy_engines / self.settings.engines
             self.busy_shares[rate] = min(1.0, busy_share)
@@ -668,7 +669,7 @@ class Server:
         progress at the start."""
         return 0.0 if self.lengths.turns is None else float(self._offsets.max())
 
-    def simulate_due(self, due: Array) -> Simulated:
+    def simulate_due(self, due: Array) -> Played:
         """Simulate requests that are due at these times, or conversations that begin at them."""
         simulation = self.begin(due)
         simulation.play()

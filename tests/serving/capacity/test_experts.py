@@ -17,11 +17,11 @@ import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import calibrate
 from crossover.models.shape.model_spec import Routing
-from crossover.serving.capacity.batching_simulator import Array, Simulated
+from crossover.serving.capacity.batching_simulator import Array, Played
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import SEED, Server, lengths_of
 from crossover.serving.capacity.slo import Slo
-from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 from crossover.serving.workload.arrivals import due_times
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import KnownServer
@@ -72,7 +72,7 @@ class KnownCapacity(Server):
         super().__init__(StepTimeModel(base_seconds=1.0), SLOTS, lengths, count=REQUESTS)
         self.steps = steps
 
-    def play(self, rate: float) -> Simulated:
+    def play(self, rate: float) -> Played:
         if rate not in self.played:
             due = due_times(self.arrivals, rate, REQUESTS / rate, SEED)
             simulated = self.simulate_due(due)
@@ -82,12 +82,22 @@ class KnownCapacity(Server):
     def meets(self, rate: float, slo: Slo) -> bool:
         return self.share(rate, slo) >= slo.target
 
-    def simulate_due(self, due: Array) -> Simulated:
+    def simulate_due(self, due: Array) -> Played:
         at = np.arange(len(due)) % len(self.lengths.prompt)
         prompts, outputs = self.lengths.prompt[at].tolist(), self.lengths.output[at].tolist()
         server = KnownServer(self.steps, slots=SLOTS.slots)
         level = server.level(due.tolist(), prompts, outputs)
-        return Simulated(due, level.ttft, level.tpot, level.e2e, np.zeros(len(due)))
+        nobody = np.zeros(len(due), dtype=bool)
+        return Played(
+            due,
+            level.ttft,
+            level.tpot,
+            level.e2e,
+            np.zeros(len(due)),
+            waited_for_slot=nobody,
+            waited_for_kv=nobody,
+            work=StepObservation(seconds=0.0, rows=0.0, prompt_tokens=0.0, context_tokens=0.0),
+        )
 
 
 def step_times_of(measured: Measured, experts: Routing | None) -> StepTimeModel:
