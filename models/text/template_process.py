@@ -20,7 +20,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossover.models.child_process import start_python
 from crossover.models.errors import BadChat
@@ -48,6 +48,11 @@ class BadTemplate(BadChat):
     """The template is too long, cannot be compiled, or was stopped at its time limit."""
 
 
+class _Child(NamedTuple):
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+
 class TemplateProcess:
     """A child that renders templates, one at a time. It is started by the first rendering and
     started again after it was stopped. Thread-safe."""
@@ -55,8 +60,7 @@ class TemplateProcess:
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
         self._lock = threading.Lock()  # held by the rendering that the child works on
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._child: _Child | None = None  # the last one that was started
         self._received = bytearray()
         self._unread_answers = 0  # of renderings that were canceled
         self._end: Callable[[], object] = lambda: None
@@ -64,20 +68,21 @@ class TemplateProcess:
     @property
     def pid(self) -> int | None:
         """The process id of the child; None: it is not started yet."""
-        return None if self._child is None else self._child.pid
+        return None if self._child is None else self._child.process.pid
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Render a template, and wait for it. Raises BadChat, BadTemplate."""
         request = _request_of(template, variables)
         with self._lock:
-            connection = self._ready_connection()
+            child = self._running_child()
+            connection = child.connection
             connection.settimeout(_ANSWER_SECONDS)
             try:
                 connection.sendall(request)
                 while (answer := self._next_answer()) is None:
                     self._receive(connection.recv(_PIECE_BYTES))
             except OSError as problem:
-                raise self._why_it_ended(problem) from None
+                raise self._why_it_ended(child.process, problem) from None
         return _prompt_of(answer)
 
     async def render_soon(self, template: str, variables: Mapping[str, Any]) -> str:
@@ -88,7 +93,8 @@ class TemplateProcess:
             await asyncio.sleep(_LOCK_POLL_SECONDS)
         try:
             loop = asyncio.get_running_loop()
-            connection = self._ready_connection()
+            child = self._running_child()
+            connection = child.connection
             connection.setblocking(False)
             timer = loop.call_later(_ANSWER_SECONDS, self._end)
             is_sent = False
@@ -98,7 +104,7 @@ class TemplateProcess:
                 while (answer := self._next_answer()) is None:
                     self._receive(await loop.sock_recv(connection, _PIECE_BYTES))
             except OSError as problem:
-                raise self._why_it_ended(problem) from None
+                raise self._why_it_ended(child.process, problem) from None
             except asyncio.CancelledError:
                 if is_sent:
                     self._unread_answers += 1
@@ -111,24 +117,22 @@ class TemplateProcess:
             self._lock.release()
         return _prompt_of(answer)
 
-    def _ready_connection(self) -> socket.socket:
-        """Return the connection to the child, which is started if there is none."""
-        if self._child is None or self._connection is None or self._child.poll() is not None:
-            self._start()
-        assert self._connection is not None
-        return self._connection
-
-    def _start(self) -> None:
+    def _running_child(self) -> _Child:
+        """Return the child, which is started if it does not run."""
+        if self._child is not None and self._child.process.poll() is None:
+            return self._child
         self._end()
         self._received.clear()
         self._unread_answers = 0
-        self._connection, of_child = socket.socketpair()
+        connection, of_child = socket.socketpair()
         module = "crossover.models.text.template_sandbox"
         with of_child:
-            self._child = start_python(
+            process = start_python(
                 "-m", module, str(self._cpu_seconds), stdin=of_child, stdout=subprocess.DEVNULL
             )
-        self._end = weakref.finalize(self, _end, self._child, self._connection)
+        self._child = child = _Child(process, connection)
+        self._end = weakref.finalize(self, _end, child)
+        return child
 
     def _receive(self, data: bytes) -> None:
         """Keep what the child sent. Raises OSError if it has ended, or sends too much."""
@@ -150,14 +154,13 @@ class TemplateProcess:
             self._unread_answers -= 1
         return None
 
-    def _why_it_ended(self, problem: OSError) -> BadChat:
+    def _why_it_ended(self, process: subprocess.Popen[bytes], problem: OSError) -> BadChat:
         """End the child, and return the error for the rendering that it worked on."""
-        assert self._child is not None
         if not isinstance(problem, TimeoutError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(1.0)
+                process.wait(1.0)
         self._end()
-        status = self._child.returncode
+        status = process.returncode
         why = f"the process that renders it ended with status {status}"
         if status == -signal.SIGPROF:
             why = f"rendering takes more than {self._cpu_seconds:g} s"
@@ -186,8 +189,8 @@ def _prompt_of(answer: bytes) -> str:
     raise BadChat(f"The model's chat template refuses these messages: {text}")
 
 
-def _end(child: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    child.kill()
+def _end(child: _Child) -> None:
+    child.connection.close()
+    child.process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(1.0)
+        child.process.wait(1.0)

@@ -108,14 +108,14 @@ class _CsvReader:
 
     def __init__(self, header: str) -> None:
         names = [name.strip().lower() for name in next(csv.reader([header]))]
-        self._prompt = _column(names, _PROMPT_COLUMNS)
-        self._output = _column(names, _OUTPUT_COLUMNS)
-        self._time = _column(names, _TIME_COLUMNS)
-        if self._prompt is None or self._output is None:
+        prompt, output = _column(names, _PROMPT_COLUMNS), _column(names, _OUTPUT_COLUMNS)
+        if prompt is None or output is None:
             raise ValueError(
                 f"The header {header[:200]!r} has no known columns of prompt and output tokens. "
                 "Name them prompt_tokens and output_tokens."
             )
+        self._prompt, self._output = prompt, output
+        self._time = _column(names, _TIME_COLUMNS)
         self._is_header = True
 
     def __call__(self, line: bytes) -> Sequence[TraceRow]:
@@ -123,7 +123,6 @@ class _CsvReader:
             self._is_header = False
             return ()
         fields = next(csv.reader([line.decode()]))
-        assert self._prompt is not None and self._output is not None
         try:
             prompt, output = float(fields[self._prompt]), float(fields[self._output])
             seconds = None if self._time is None else _seconds(fields[self._time])
