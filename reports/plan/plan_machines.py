@@ -483,8 +483,12 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
             f"Run {data.manifest.run_id} has no step times, which a plan with [[models]] needs"
         )
     cells = _cells_of(data, question.keys.model or "") or _cells_of(data, question.spec.name)
-    cells = {side: cell for side, cell in cells.items() if cell.capacity is not None}
-    if not cells:
+    measured = [
+        (cells[side], capacity)
+        for side in SIDES
+        if side in cells and (capacity := cells[side].capacity) is not None
+    ]
+    if not measured:
         measured_models = list(dict.fromkeys(cell.model for cell in data.cells if cell.capacity))
         if not measured_models:
             raise BadPlan(
@@ -498,7 +502,7 @@ def _candidates_of_run(question: Question, data: ReportData, keys: MachineKeys) 
             f"{question.spec.name}, and has no step times from which it could be predicted. Use a "
             "model that it measured, or remove the run from the plan"
         )
-    devices = [_candidate_of_cell(question, data, cells[side]) for side in SIDES if side in cells]
+    devices = [_candidate_of_cell(question, data, cell, capacity) for cell, capacity in measured]
     if len(devices) == 1:
         return [_priced(question, data, keys, devices[0])]
     cpu, gpu = devices
@@ -581,16 +585,17 @@ def _priced(
     )
 
 
-def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> Candidate:
+def _candidate_of_cell(
+    question: Question, data: ReportData, cell: CellData, capacity: Capacity
+) -> Candidate:
     """Return one device of a measured machine, with its measured capacity if the run sent the
     plan's requests, else with a simulated one; if the run has no step-time model of the model, with
     one that is predicted from its other models. Raises BadPlan if it has none of these either."""
-    assert cell.capacity is not None
     name = machine_words(data, cell.side)
     watts = _loaded_watts(cell)
     load_seconds = median(cell.load_seconds) if cell.load_seconds else None
     if _has_measured_requests(cell, question):
-        candidate = _measured_candidate(name, cell.capacity, watts)
+        candidate = _measured_candidate(name, capacity, watts)
         return msgspec.structs.replace(
             candidate,
             binding=binding_of(cell, question.slo),
@@ -607,7 +612,7 @@ def _candidate_of_cell(question: Question, data: ReportData, cell: CellData) -> 
         )
     # Load levels show by which factor steps are slower than the model says. If the machine's speed
     # changed during the run, that factor is known for only one of its speeds, so it does not count.
-    is_factor_known = bool(cell.capacity.factor) and not cell.capacity.speed_moved
+    is_factor_known = bool(capacity.factor) and not capacity.speed_moved
     server = cell.server
     sd = sd_of(1 if is_factor_known else 0)
     machine = Machine(
