@@ -75,15 +75,14 @@ def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData)
     machine = machine_words(data, CPU)
     subject = "The CPU" if machine == "this machine" else f"The CPU ({machine})"
     cpu_serves = f"{subject} serves none of these models within the SLO"
-    largest_of_cpu = served_by_cpu[-1] if served_by_cpu else None
-    if largest_of_cpu is not None and largest_of_cpu.cpu is not None:
-        rate = _short_rate(largest_of_cpu.cpu)
+    largest_of_cpu = [*served_by_cpu][-1] if served_by_cpu else None
+    if largest_of_cpu is not None:
+        rate = _short_rate(served_by_cpu[largest_of_cpu])
         cpu_serves = f"{subject} serves up to {largest_of_cpu.model} at {rate}"
     if not served_by_gpu:
         return f"{cpu_serves}; {gpu_name} serves none of them within the SLO."
-    largest_of_gpu = served_by_gpu[-1]
-    assert largest_of_gpu.gpu is not None
-    gpu_serves = f"{largest_of_gpu.model}: {_both_rates(largest_of_gpu.gpu)}"
+    *_, (largest_of_gpu, cell) = served_by_gpu.items()
+    gpu_serves = f"{largest_of_gpu.model}: {_both_rates(cell)}"
     if largest_of_cpu is None:
         return f"{cpu_serves}; {gpu_name} serves up to {gpu_serves}."
     # Larger models that only the GPU serves: the CPU misses the SLO, or was not measured with them.
@@ -106,9 +105,10 @@ def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData)
     return f"{cpu_serves}; {taken_over}, {gpu_name} takes over ({gpu_serves})."
 
 
-def _served_on(side: str, measured: Sequence[ModelAnswer]) -> list[ModelAnswer]:
-    """Return the models that a device serves at some rate."""
-    return [answer for answer in measured if (cell := answer.cell_on(side)) and cell.is_served]
+def _served_on(side: str, measured: Sequence[ModelAnswer]) -> dict[ModelAnswer, CellData]:
+    """Return the models that a device serves at some rate, with their configurations on it."""
+    cells = {answer: answer.cell_on(side) for answer in measured}
+    return {answer: cell for answer, cell in cells.items() if cell and cell.is_served}
 
 
 def _misses_unloaded(cell: CellData | None) -> bool:
