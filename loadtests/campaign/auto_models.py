@@ -8,13 +8,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-import msgspec
-
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell
-from crossover.loadtests.campaign.cell_selection import cpu_settings, question_of, why_not
+from crossover.loadtests.campaign.cell_selection import cpu_settings, fits_in_memory, question_of
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.errors import BadCampaign
 from crossover.models import formatting
+from crossover.models.identity.identify_model import identify
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.models.weights.weights_manifest import cache_dir
@@ -79,24 +78,13 @@ def auto_models(
 def models_fitting_on_gpu(campaign: Campaign, engine: Engine, facts: HardwareFacts) -> list[str]:
     """Return the ladder models that fit in the memory of the GPU on this engine, and whose weights
     fit on the disk."""
-    backend, weight_format = engine.backend, engine.weight_format
-    checked = _with_memory_check(campaign)
     max_bytes = MAX_DISK_SHARE * free_disk_bytes(campaign.server.cache)
-    fitting = []
-    for name in LADDER_MODELS:
-        cell = Cell(
-            key=name, model=name, weight_format=weight_format, backend=backend, device="gpu"
-        )
-        fits_in_memory = why_not(cell, checked, facts) is None
-        if fits_in_memory and weight_bytes(ladder_model(name).spec, weight_format) < max_bytes:
-            fitting.append(name)
-    return fitting
-
-
-def _with_memory_check(campaign: Campaign) -> Campaign:
-    """Return the campaign with `server.check_memory`, whether or not its file sets that."""
-    server = msgspec.structs.replace(campaign.server, check_memory=True)
-    return msgspec.structs.replace(campaign, server=server)
+    return [
+        name
+        for name in LADDER_MODELS
+        if fits_in_memory(identify(name), engine, campaign, facts)
+        and weight_bytes(ladder_model(name).spec, engine.weight_format) < max_bytes
+    ]
 
 
 def free_disk_bytes(cache: str | None) -> int:
@@ -149,14 +137,12 @@ def models_around_limit(
     `step_times`: of REFERENCE_MODEL. The steps of another model are predicted to take longer in
     proportion to the parameters that a token is multiplied with.
     """
-    checked = _with_memory_check(campaign)
     settings, slo = cpu_settings(campaign.server), campaign.slo
     demand = Demand(campaign.workload)
     reference_parameters = ladder_model(REFERENCE_MODEL).spec.matrix_parameters
     servers: dict[str, ServerModel] = {}  # of the ladder models up to the limit
     for name in LADDER_MODELS:
-        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
-        if why_not(cell, checked, facts) is not None:
+        if not fits_in_memory(identify(name), Engine(BACKEND, FORMAT, "cpu"), campaign, facts):
             continue
         factor = ladder_model(name).spec.matrix_parameters / reference_parameters
         servers[name] = ServerModel(step_times.slower(factor), settings)

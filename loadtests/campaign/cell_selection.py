@@ -30,7 +30,7 @@ from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, Sche
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.cpu_topology import divide_among
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
-from crossover.serving.placement.engines import Engine, Obstacles, Wanted
+from crossover.serving.placement.engines import Device, Engine, Obstacles, Wanted
 from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
@@ -39,6 +39,8 @@ from crossover.serving.placement.placement_policy import (
 )
 from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.server_options import Policy
+
+POLICIES: dict[Device, Policy] = {"cpu": Policy.cpu_only, "gpu": Policy.gpu_only}
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
@@ -53,15 +55,25 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     backend = BACKENDS.get(cell.backend)
     if cell.spec is None or backend is None or not backend.has_weights:
         return None
-    request = _placement_request(
-        campaign,
-        cell.model_identity,
-        Wanted(
-            placement_policy_of(cell, campaign),
-            (cell.backend,),
-            (cell.weight_format,) if cell.weight_format else (),
-        ),
-    )
+    wanted = _only(placement_policy_of(cell, campaign), cell.backend, cell.weight_format)
+    return _why_not_placed(_placement_request(campaign, cell.model_identity, wanted), facts)
+
+
+def fits_in_memory(
+    model: ModelIdentity, engine: Engine, campaign: Campaign, facts: HardwareFacts
+) -> bool:
+    """Return whether a model can run on an engine here and fits in its memory, also where the
+    campaign does not check the memory."""
+    wanted = _only(POLICIES[engine.device], engine.backend, engine.weight_format)
+    request = _placement_request(campaign, model, wanted)
+    return _why_not_placed(msgspec.structs.replace(request, check_memory=True), facts) is None
+
+
+def _only(policy: Policy, backend: str, weight_format: str) -> Wanted:
+    return Wanted(policy, (backend,), (weight_format,) if weight_format else ())
+
+
+def _why_not_placed(request: PlacementRequest, facts: HardwareFacts) -> str | None:
     try:
         plan_placement(request, facts, Obstacles(missing_backends()))
     except (ServingError, ValueError, KeyError) as problem:
@@ -105,11 +117,9 @@ def _placement_request(
 
 
 def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
-    """Return the policy that a cell's server is started with. It allows only the cell's device, so
-    that no other device is measured in its name."""
-    if cell.device is None:  # the campaign names none
-        return Policy.auto
-    return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
+    """Return the policy that a cell's server is started with. It allows only the cell's device, if
+    the campaign names one, so that no other device is measured in its name."""
+    return Policy.auto if cell.device is None else POLICIES[cell.device]
 
 
 def cpu_settings(server: ServerSettings) -> SchedulerSettings:
