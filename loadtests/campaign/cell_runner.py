@@ -136,8 +136,8 @@ class CellRun:
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
         """Return the capacity with the estimates for less prefix caching and, if the SLO makes
         the interval wide or there is no capacity, advice about another SLO."""
-        calibrated = self.state.calibrated
-        if calibrated is None or calibrated.server is None:
+        server, demand = self.state.server, demand_of(self.campaign)
+        if server is None:
             if not capacity.is_none:
                 return capacity
             single_streams = [
@@ -147,7 +147,6 @@ class CellRun:
             ]
             words = what_single_requests_meet(single_streams, self.slo)
             return msgspec.structs.replace(capacity, advice=words)
-        server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),
             advice=advice(capacity, server, demand, self.slo),
@@ -313,16 +312,14 @@ class CellRun:
         """Record the best number of slots by the calibration. If another number would be better,
         and the time that is left does not pay for starting the server and calibrating again,
         nothing is recorded."""
-        state, calibrated = self.state, self.state.calibrated
-        if self.max_slots is None or state.slots_choice is not None:
-            return
-        if calibrated is None or calibrated.server is None:
+        state, server = self.state, self.state.server
+        if server is None or self.max_slots is None or state.slots_choice is not None:
             return
         if estimate_of(state).state == "misses_slo_unloaded":
             return
         self.progress.tick(f"{state.key}: simulating other numbers of slots")
         choice = best_slots(
-            calibrated.server.slower(LOADED).simulated(demand_of(self.campaign)),
+            server.slower(LOADED).simulated(demand_of(self.campaign)),
             self.slo,
             max_slots=self.max_slots,
             doubling_cost=spec_of(state.cell.backend).slot_doubling_cost,
@@ -344,8 +341,8 @@ class CellRun:
             )
         )
         if is_change and has_fewer:  # the bursts had more rows than its steps will have
-            settings = with_slots(calibrated.server.settings, choice.slots)
-            server = msgspec.structs.replace(calibrated.server, settings=settings)
+            settings = with_slots(server.settings, choice.slots)
+            server = msgspec.structs.replace(server, settings=settings)
             state.record(journal.Calibrated(cell=state.key, spent_seconds=0.0, server=server))
 
     def _history_reuse(self, single_streams: Sequence[Level]) -> PrefixReuse:
@@ -382,8 +379,9 @@ def cell_progress(
     record: CellRecord, cell_block: journal.CellStarted, *, confirms: bool
 ) -> CellProgress:
     """Return what is recorded about a cell, as far as the next measurement depends on it."""
-    campaign, calibrated = record.campaign, record.calibrated
-    has_no_model = calibrated is not None and calibrated.server is None
+    campaign = record.campaign
+    is_calibrated = record.calibrated is not None
+    has_no_model = is_calibrated and record.server is None
     capacity = estimate_of(record)
     left_seconds = cell_block.until_seconds - record.spent_seconds
     return CellProgress(
@@ -393,7 +391,7 @@ def cell_progress(
         levels=record.counted_levels,
         set_aside=record.set_aside_levels,
         capacity=capacity,
-        is_calibrated=calibrated is not None,
+        is_calibrated=is_calibrated,
         burst_rate=burst_rate(record.levels, campaign.workload) if has_no_model else None,
         server_start=None if record.cell.url is not None else record.starts,
         block=cell_block.block,
@@ -412,13 +410,10 @@ def _requests_to_check(
 ) -> Burst | None:
     """Return the requests that are sent alone within `seconds` because they miss the SLO by the
     step-time model; None: there is a capacity, or they were sent already."""
-    calibrated = record.calibrated
-    if calibrated is None or calibrated.server is None or record.unloaded_checks:
-        return None
-    if not capacity.is_none:
+    if record.server is None or record.unloaded_checks or not capacity.is_none:
         return None
     demand = demand_of(record.campaign)
-    return requests_to_check(calibrated.server, demand, record.campaign.slo, seconds)
+    return requests_to_check(record.server, demand, record.campaign.slo, seconds)
 
 
 def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
@@ -441,12 +436,11 @@ def burst_rate(levels: Sequence[Level], workload: Workload) -> float | None:
 def estimate_of(record: CellRecord) -> journal.Capacity:
     """Return the capacity of a cell by all its levels so far: from the step-time model if the
     calibration gave one that fits, otherwise from the levels alone."""
-    calibrated = record.calibrated
     levels = [*record.counted_levels, *record.set_aside_levels]
     return estimate(
         [*levels, *record.unloaded_checks, *record.bursts],
         record.campaign.slo,
-        None if calibrated is None else calibrated.server,
+        record.server,
         demand_of(record.campaign),
         min_level_seconds=record.min_level_seconds,
     )

@@ -32,6 +32,7 @@ from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.run_folder import RunFolder, RunManifest
 from crossover.serving.backends.backend_table import library_versions
+from crossover.serving.capacity.simulated_capacity import ServerModel
 from crossover.serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
@@ -121,6 +122,12 @@ class CellRecord:
                 | journal.Elapsed()
             ):
                 self.spent_seconds += event.spent_seconds
+
+    @property
+    def server(self) -> ServerModel | None:
+        """Its server as it was calibrated; None: it is not calibrated, or no step-time model
+        fits."""
+        return None if self.calibrated is None else self.calibrated.server
 
     @property
     def device(self) -> str | None:
