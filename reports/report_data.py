@@ -647,17 +647,12 @@ def _watts_of(power: Power, device: str | None) -> float | None:
 
 
 def _memory(
-    predicted: Mapping[str, Any], samples: Sequence[ResourceSample], device: str | None
+    predicted: Mapping[str, int], samples: Sequence[ResourceSample], device: str | None
 ) -> Memory:
     rss = [sample.engine.rss_bytes for sample in samples if sample.engine is not None]
     on_gpu = [sample.gpu_memory_bytes for sample in samples if device != CPU]
-    return Memory(
-        weight_bytes=predicted.get("weight_bytes"),
-        kv_bytes=predicted.get("kv_bytes"),
-        state_bytes=predicted.get("state_bytes"),
-        buffer_bytes=predicted.get("buffer_bytes"),
-        overhead_bytes=predicted.get("overhead_bytes"),
-        prompt_cache_bytes=predicted.get("prompt_cache_bytes"),
+    return msgspec.structs.replace(
+        msgspec.convert(predicted, Memory),
         peak_bytes=max((size for size in rss if size is not None), default=None),
         gpu_bytes=max((size for size in on_gpu if size is not None), default=None),
     )

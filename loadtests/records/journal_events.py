@@ -158,7 +158,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     weight_format: str | None = None
     threads: int | None = None
     prefix_reuse: str | None = None  # what the engine reuses, as a phrase
-    predicted: dict[str, Any] | None = None  # predicted memory: what it is for -> bytes
+    predicted: dict[str, int] | None = None  # memory: a field of EngineMemory -> bytes
     # Share of its memory on the NUMA nodes that it was given; None: it was given none.
     memory_share_on_nodes: float | None = None
     command: str | None = None  # of another project's engine
