@@ -330,9 +330,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": campaign.server.threads
-        or cell.threads
-        or engine_threads(cell, campaign, layout),
+        "threads": cell.threads or engine_threads(cell, campaign, layout),
         "ready_file": ready_file.absolute(),
         "served_name": None if cell.identity is None else cell.model,
     }
