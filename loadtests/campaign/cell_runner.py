@@ -22,7 +22,6 @@ from crossover.loadtests.campaign.next_measurement import (
     MAX_DISTURBED,
     Calibrate,
     CellProgress,
-    Measurement,
     RestartServer,
     StopMeasuring,
     next_measurement,
@@ -104,11 +103,10 @@ class CellRun:
         """
         state, interruptions = self.state, 0
         for _ in range(MAX_SERVER_STARTS):
-            if state.levels and isinstance(self.next_measurement(), StopMeasuring):
+            if state.levels and isinstance(next_measurement(self._recorded()), StopMeasuring):
                 break  # no server is started
             try:
                 with open_bench(state) as self.bench:
-                    self._keep_unit(estimate_of(state))
                     last = self._measure()
                 if isinstance(last, StopMeasuring):
                     break
@@ -152,11 +150,10 @@ class CellRun:
             advice=advice(capacity, server, demand, self.slo),
         )
 
-    def next_measurement(self) -> Measurement:
-        """Return the next measurement, decided from the journal alone, so that a resumed campaign
-        continues where it stopped."""
-        progress = cell_progress(self.state, self.cell_block, confirms=self.confirms)
-        return next_measurement(progress)
+    def _recorded(self) -> CellProgress:
+        """Return what decides the next measurement. It is from the journal alone, so that a resumed
+        campaign continues where it stopped."""
+        return cell_progress(self.state, self.cell_block, confirms=self.confirms)
 
     def _measure(self) -> RestartServer | StopMeasuring:
         """Measure until this server has nothing left to measure; return the decision that ended
@@ -164,7 +161,9 @@ class CellRun:
         while True:
             spent_before, since = self.state.spent_seconds, self.clock()
             self.progress.tick(f"{self.state.key}: simulating the capacity")
-            measurement = self.next_measurement()
+            recorded = self._recorded()
+            self._keep_unit(recorded.capacity)
+            measurement = next_measurement(recorded)
             match measurement:
                 case RestartServer():
                     return measurement
@@ -174,13 +173,13 @@ class CellRun:
                 case Calibrate(seconds):
                     self._calibrate(seconds)
                 case LevelPlan():
-                    self._measure_level(measurement)
+                    self._measure_level(measurement, recorded.capacity)
             measured_seconds = self.state.spent_seconds - spent_before
             self._record_elapsed(self.clock() - since - measured_seconds)
 
-    def _measure_level(self, plan: LevelPlan) -> None:
-        """Measure a level once, and print what it shows."""
-        state, before = self.state, estimate_of(self.state)
+    def _measure_level(self, plan: LevelPlan, before: journal.Capacity) -> None:
+        """Measure a level once, and print what it shows. `before`: the capacity without it."""
+        state = self.state
         # By the step times, the undisturbed machine misses the SLO at such a rate too.
         is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
         number = "check" if plan.is_unloaded_check else str(len(state.counted_levels) + 1)
