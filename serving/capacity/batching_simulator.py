@@ -103,7 +103,7 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         return times
 
     def of(self, mask: Flags) -> Self:
-        """Return the requests that `mask` selects."""
+        """Return the requests that `mask`, [n], selects."""
         columns = msgspec.structs.asdict(self)
         selected = {name: c[mask] for name, c in columns.items() if isinstance(c, np.ndarray)}
         return msgspec.structs.replace(self, **selected)
@@ -183,14 +183,14 @@ class _Work:
         self.token_pairs = 0.0  # counted where attention has a term of its own
 
     def waited_for_slot(self, due: Array, last_token_at: Array, slots: int) -> Flags:
-        """Return which requests arrived while all slots were in use."""
+        """Return which requests, [n], arrived while all slots were in use."""
         admitted_before = np.searchsorted(np.sort(self.admitted_at), due, "right")
         ended_before = np.searchsorted(np.sort(last_token_at), due, "right")
         waits: Flags = admitted_before - ended_before >= slots
         return waits
 
     def waited_for_kv(self, due: Array) -> Flags:
-        """Return which requests waited while the KV pool was full, or were preempted."""
+        """Return which requests, [n], waited while the KV pool was full, or were preempted."""
         full_before_due = np.searchsorted(self.pool_full_at, due)
         full_before_admission = np.searchsorted(self.pool_full_at, self.admitted_at)
         waits: Flags = self.is_preempted | (full_before_admission > full_before_due)

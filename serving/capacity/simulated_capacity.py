@@ -573,7 +573,7 @@ class Server:
         return len(simulated.due) / 2 / max(float(last - first), 1e-9)
 
     def max_cached(self) -> Whole:
-        """Return the tokens of each prompt that are reused if the server evicts nothing."""
+        """Return the tokens of each prompt, [n], that are reused if the server evicts nothing."""
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None or turns.reuse == "none":
             return lengths.cached
@@ -670,7 +670,8 @@ class Server:
         return 0.0 if self.lengths.turns is None else float(self._offsets.max())
 
     def simulate_due(self, due: Array) -> Played:
-        """Simulate requests that are due at these times, or conversations that begin at them."""
+        """Simulate requests that are due at these times (seconds, ascending), or conversations that
+        begin at them."""
         simulation = self.begin(due)
         simulation.play()
         return simulation.results()

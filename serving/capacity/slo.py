@@ -129,7 +129,7 @@ class Slo(Limits, frozen=True, forbid_unknown_fields=True):
         )
 
     def met_limits(self, times: Times) -> dict[str, Flags]:
-        """Return which requests meet each of the limits, by the short name of the time."""
+        """Return which requests, [n], meet each of the limits, by the short name of the time."""
         return {name: ~(getattr(times, name) > limit) for name, limit in self.limits.items()}
 
     def met_by(self, times: Times) -> Flags:

@@ -145,7 +145,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.product_token_seconds > 0
 
     def product_seconds(self, tokens: Array) -> Array:
-        """Return the seconds of the products of so many tokens of a step with the weights."""
+        """Return the seconds of the products with the weights of steps with so many tokens, both of
+        any shape; 0 where the model has no term for them."""
         if not self.has_products:
             return np.zeros_like(tokens)
         weights_seconds: float | Array = self.weights_seconds

@@ -114,8 +114,8 @@ def run_pass(
     out: Tensor | None = None,
     previous_tokens: Tensor | None = None,
 ) -> PassLogits:
-    """Run a step, kernel by kernel. `out`: a buffer for the logits. `previous_tokens`: see
-    `resolve_references`."""
+    """Run a step, kernel by kernel. `out`: a buffer for the logits of n rows, float32 [at least n,
+    vocabulary]. `previous_tokens`: see `resolve_references`."""
     rows = in_pass_order(rows)
     if model.is_flash:
         logits = _flash_logits(model, rows, out, previous_tokens)
