@@ -287,9 +287,8 @@ def _folder(
     spec, stored_format = model.spec, model.weight_format
     assert spec is not None
     if kind == "hf":
-        spec = spec_of_config(
-            read_config(path), model.name
-        )  # raises if torch cannot run the family
+        # Raises if torch cannot run the family.
+        spec = spec_of_config(read_config(path), model.name)
         stored_format = stored_format or check_tensors(path, spec)
         return _with_own_tokenizer(path, spec, requested_format or stored_format)
     if model.kind == "onnx":

@@ -49,7 +49,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     facts: HardwareFacts
     backends: tuple[BackendProbe, ...]
-    backend_advice: dict[str, str]  # how to install what a backend lacks, by backend
+    advice: dict[str, str]  # how to install what a backend lacks, by backend
     cache: str  # the folder, or why there is none
     cache_free_bytes: int | None  # None: there is no cache
     warnings: dict[str, str]  # what is wrong and what to do, by the warning's name

@@ -104,9 +104,8 @@ class TorchBackend:
     """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
-        parse_backend_options(
-            msgspec.Struct, config.options, "torch"
-        )  # there are none: any is refused
+        # There are none: any is refused.
+        parse_backend_options(msgspec.Struct, config.options, "torch")
         self._device = device = torch_device_of(config.device)
         self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
         folder, settings = Path(config.model_path), config.settings
