@@ -128,18 +128,16 @@ def what_single_requests_meet(levels: Sequence[Level], slo: Slo) -> str:
     where no step times are known; "": there is none among the alternatives."""
     factors = (*LIMIT_FACTORS, *MORE_FACTORS, *MOST_FACTORS)
     due = sum(level.judge(slo).due for level in levels)
-    alternatives: list[str] = []
+    met_slos: list[str] = []
     for alternatives in _easier_slos(slo, factors):
         for key, value, easier_slo in alternatives:
             good = sum(level.judge(easier_slo).good for level in levels)
             if due and good >= easier_slo.target * due:
-                alternatives.append(f"slo.{key} = {value}")
+                met_slos.append(f"slo.{key} = {value}")
                 break
-    if not alternatives:
+    if not met_slos:
         return ""
-    return (
-        f"Single requests would meet the SLO with {' or '.join(alternatives[:MAX_ALTERNATIVES])}."
-    )
+    return f"Single requests would meet the SLO with {' or '.join(met_slos[:MAX_ALTERNATIVES])}."
 
 
 def _with_shorter_prompts(server: Server, factor: float) -> Server:
