@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import msgspec
 
@@ -263,15 +262,16 @@ def _cell_of_own_engine(
     model: ModelIdentity, engine: Engine, campaign: Campaign, cores: int | None
 ) -> Cell:
     shown_device = engine.device if len(campaign.devices) > 1 else None
-    return _cell(
-        model,
-        engine.weight_format,
-        engine.backend,
-        shown_device,
+    return Cell(
+        key=_key(model, engine.weight_format, engine.backend, shown_device, cores=cores),
+        model=model.name,
+        weight_format=engine.weight_format,
+        backend=engine.backend,
         slots=campaign.server.settings_on(engine.device).slots,
         cores=cores,
         device=engine.device,
         is_best=engine.backend == BEST,
+        identity=_identity(model),
     )
 
 
@@ -283,29 +283,26 @@ def _cell_of_engine(
     if engine.weights == model.kind and not engine.format:
         weight_format = model.weight_format or weight_format
     settings = server.filled(DEFAULT_SETTINGS["cpu"])
-    slots = settings.slots if "{slots}" in engine.command else None
-    return _cell(model, weight_format, engine.name, slots=slots, cores=cores, engine=engine.name)
+    return Cell(
+        key=_key(model, weight_format, engine.name, cores=cores),
+        model=model.name,
+        weight_format=weight_format,
+        backend=engine.name,
+        slots=settings.slots if "{slots}" in engine.command else None,
+        cores=cores,
+        engine=engine.name,
+        identity=_identity(model),
+    )
 
 
-def _cell(
-    model: ModelIdentity,
-    weight_format: str,
-    backend: str,
-    shown_device: str | None = None,
-    cores: int | None = None,
-    **fields: Any,
-) -> Cell:
-    """Return a cell whose key has the model's name and what distinguishes it from other cells."""
+def _key(model: ModelIdentity, weight_format: str, *parts: str | None, cores: int | None) -> str:
+    """Return the model's name and what distinguishes a cell from the model's other cells."""
     names_format = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
     shown_format = None if names_format else weight_format
     shown_cores = None if cores is None else f"{cores}-cores"
-    key_parts = filter(None, (model.name, shown_format, backend, shown_device, shown_cores))
-    return Cell(
-        key=file_name("-".join(key_parts)),
-        model=model.name,
-        weight_format=weight_format,
-        backend=backend,
-        cores=cores,
-        identity=None if model.kind == "ladder" else model,
-        **fields,
-    )
+    return file_name("-".join(filter(None, (model.name, shown_format, *parts, shown_cores))))
+
+
+def _identity(model: ModelIdentity) -> ModelIdentity | None:
+    """Return what a cell keeps of its model; None: the ladder has it."""
+    return None if model.kind == "ladder" else model
