@@ -283,10 +283,12 @@ class CampaignSession:
         confirms = state.key in self._budget.to_confirm
         try:
             if state.cell.backend == BEST:
+                since = self._clock()
                 choice = cell_selection.fastest_engine(
                     state.cell, self._campaign, self.facts, progress
                 )
                 state.record(choice)
+                state.record_elapsed(self._clock() - since)  # engines may have been measured
             cell_block = state.blocks.get(block) or self._begin_block(state, block, position)
             cell_run = CellRun(
                 state,
