@@ -93,8 +93,6 @@ class CellRun:
         self.slo = state.campaign.slo
         self.confirms = confirms
         self.max_slots = max_slots
-        # The rate in whose unit all rates of this cell are written; None: none is estimated yet.
-        self.unit_rate: float | None = None
 
     def run(self, open_bench: OpenBench) -> journal.Capacity:
         """Return the capacity after everything that this block pays for.
@@ -150,7 +148,7 @@ class CellRun:
         server, demand = calibrated.server, demand_of(self.campaign)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),
-            advice=advice(capacity, server, demand, self.slo),
+            advice=advice(capacity, server, demand, self.slo, self.state.unit_rate),
         )
 
     def next_measurement(self) -> Measurement:
@@ -184,6 +182,7 @@ class CellRun:
         state, before = self.state, capacity_of(self.state)
         # By the step times, the undisturbed machine misses the SLO at such a rate too.
         is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
+        self._keep_unit(before, plan.rate)
         number = "check" if plan.is_unloaded_check else str(len(state.counted_levels) + 1)
         level = self._attempt(plan, number, counts_disturbed=is_missed_anyway)
         capacity = capacity_of(state)
@@ -218,11 +217,16 @@ class CellRun:
         self.bench.wait(pause)
         state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
 
-    def _keep_unit(self, capacity: journal.Capacity) -> float | None:
-        """Return the rate in whose unit all rates of this cell are written: the first estimate."""
-        self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
-        self.bench.unit_rate = self.unit_rate
-        return self.unit_rate
+    def _keep_unit(
+        self, capacity: journal.Capacity, level_rate: float | None = None
+    ) -> float | None:
+        """Return the rate in whose unit all rates of this cell are written. Without an estimate it
+        is that of the levels; None: none is planned."""
+        state, rates = self.state, capacity_text.rates_of([capacity])
+        if not any(rates):
+            rates = [*self.campaign.search.rates, level_rate or 0.0]
+        state.unit_rate = self.progress.rate_units.keep(state.device, rates)
+        return state.unit_rate
 
     def _calibrate(self, seconds: float) -> None:
         """Send the bursts, fit the step-time model and record it.
@@ -402,6 +406,7 @@ def cell_progress(
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
         slots_choice=record.slots_choice,
+        unit_rate=record.unit_rate,
         needs_restart=record.needs_restart,
         to_check=_requests_to_check(record, capacity, left_seconds),
     )
@@ -449,6 +454,7 @@ def capacity_of(record: CellRecord) -> journal.Capacity:
         None if calibrated is None else calibrated.server,
         demand_of(record.campaign),
         min_level_seconds=record.min_level_seconds,
+        unit_rate=record.unit_rate,
     )
 
 

@@ -111,13 +111,15 @@ def estimate(
     demand: Demand | None = None,
     *,
     min_level_seconds: float = MIN_SECONDS,
+    unit_rate: float | None = None,
 ) -> Capacity:
     """Return the capacity by all finished levels of a cell, in any order. Bursts tell only how much
     other processes took.
 
     `server`: as it was calibrated; `demand`: the requests of the campaign. Without both, or with a
     step-time model that does not fit, the capacity follows from the levels alone.
-    `min_level_seconds`: duration of the shortest level that can confirm a rate.
+    `min_level_seconds`: duration of the shortest level that can confirm a rate. `unit_rate`: the
+    rate in whose unit the reason has its rates; None: that which suits the capacity.
     """
     checks = [level for level in levels if level.is_unloaded_check and level.counts]
     levels = [level for level in levels if not level.is_unloaded_check]
@@ -138,9 +140,10 @@ def estimate(
         if not found.estimated_rate and loaded:  # single requests contradicted the model
             found = msgspec.structs.replace(found, method="levels")
     found = _bounded_above(found, _lowest_missed(loaded))
-    found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds)
+    found = _with_confirmed_rate(found, judged_levels, slo, min_level_seconds, unit_rate)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
-    return _with_taken_share(_with_lower_bound(found, loaded, min_bounding_seconds), levels)
+    found = _with_lower_bound(found, loaded, min_bounding_seconds, unit_rate)
+    return _with_taken_share(found, levels)
 
 
 def confirmed_rate(
@@ -463,7 +466,11 @@ def _bounded_above(found: Capacity, missed_rate: float) -> Capacity:
 
 
 def _with_confirmed_rate(
-    found: Capacity, judged_levels: Sequence[JudgedLevel], slo: Slo, min_level_seconds: float
+    found: Capacity,
+    judged_levels: Sequence[JudgedLevel],
+    slo: Slo,
+    min_level_seconds: float,
+    unit_rate: float | None = None,
 ) -> Capacity:
     """Return the capacity with the highest rate that levels confirm. If there is none, return it
     with the reason and the seconds of a level that would confirm one.
@@ -501,7 +508,8 @@ def _with_confirmed_rate(
             by_levels=not has_estimate,
             min_level_seconds=min_level_seconds,
         )
-    why_not = _why_not_confirmed(loaded, slo, min_seconds)
+    unit_rate = unit_rate or found.estimated_rate
+    why_not = _why_not_confirmed(loaded, slo, min_seconds, unit_rate)
     return msgspec.structs.replace(
         found,
         starts=len({one.level.started.start for one in judged_levels}),
@@ -518,11 +526,14 @@ def _single_stream_answer_seconds(judged_levels: Sequence[JudgedLevel]) -> float
     return sum(known) / len(known) if known else None
 
 
-def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: float) -> str:
+def _why_not_confirmed(
+    loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: float, unit_rate: float | None
+) -> str:
     """Return why the levels confirm no rate: of those that met the target, why the one at the
     lowest rate does not.
 
-    `min_seconds`: of the shortest level that confirms a rate.
+    `min_seconds`: of the shortest level that confirms a rate. `unit_rate`: the rate in whose unit
+    rates are written.
     """
     if not loaded:
         return "no valid level of open-loop load was measured"
@@ -530,7 +541,7 @@ def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: flo
     if not met:
         return "no level at a rate reached the target of the SLO"
     one = min(met, key=lambda each: each.rate)
-    rate = formatting.rate(one.level.offered_rate)
+    rate = formatting.rate(one.level.offered_rate, like=unit_rate)
     words = f"at {rate}, {one.judged.good} of {one.judged.due} requests met the SLO, but "
     if one.rate >= _lowest_missed(loaded):
         return f"{words}a level at a rate that is not higher missed it"
@@ -585,12 +596,16 @@ def _confirmed_by(
 
 
 def _with_lower_bound(
-    found: Capacity, loaded: Sequence[JudgedLevel], min_seconds: float
+    found: Capacity,
+    loaded: Sequence[JudgedLevel],
+    min_seconds: float,
+    unit_rate: float | None,
 ) -> Capacity:
     """Return the capacity with the highest rate that met the SLO as its lower end, if there is no
     step-time model and no level was long enough to confirm a rate.
 
-    `min_seconds`: duration of the shortest level that bounds the capacity.
+    `min_seconds`: duration of the shortest level that bounds the capacity. `unit_rate`: the rate in
+    whose unit the reason has its rates; None: that which suits the bounds.
     """
     if found.is_confirmed or found.method != "levels":
         return found
@@ -605,7 +620,7 @@ def _with_lower_bound(
     if not met_rates:
         return found
     low = max(met_rates)
-    unit_rate = found.high or low
+    unit_rate = unit_rate or found.high or low
     words = f"levels met the SLO at {formatting.rate(low, rounded='down', like=unit_rate)}"
     if found.high is not None:
         words += f" and missed it at {formatting.rate(found.high, rounded='up', like=unit_rate)}"

@@ -28,8 +28,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossover.loadtests.records.journal_events import Disturbance
-from crossover.loadtests.records.resource_sample import CoresSample, busiest
+from crossover.loadtests.records.resource_sample import CoresSample, ResourceSample, busiest
 
+HYPERVISOR, CPU_QUOTA = "the hypervisor", "the CPU quota"  # who took CPU time, beside processes
 MAX_TAKEN_SHARE = 0.03  # if more is taken, the level is disturbed
 MAX_SLIGHT_SHARE = 0.1  # of a burst: if more is taken, it is sent again once
 MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request noticeably
@@ -71,11 +72,11 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
             taken_seconds[name] = min(by_others, foreign_or_zero)
     if steal_seconds is not None and engine_seconds is not None:
         running_seconds = engine_seconds + competing_seconds
-        taken_seconds["the hypervisor"] = (
+        taken_seconds[HYPERVISOR] = (
             steal_seconds * engine_seconds / running_seconds if running_seconds else 0.0
         )
     if quota_seconds is not None:
-        taken_seconds["the CPU quota"] = quota_seconds
+        taken_seconds[CPU_QUOTA] = quota_seconds
     if not taken_seconds or work_seconds is None:
         return Disturbance(counts=counts)
     total_taken = sum(taken_seconds.values())
@@ -92,6 +93,12 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
         counts=counts,
         is_corrected=not counts,
     )
+
+
+def disturbance_of_run(samples: Sequence[ResourceSample]) -> Disturbance | None:
+    """Return the CPU contention during all levels of a run, also those that were not finished; None
+    without samples of the engine's cores."""
+    return disturbance_of([one.cores for one in samples if one.level is not None and one.cores])
 
 
 def disturbance_in_words(disturbance: Disturbance) -> str:

@@ -23,6 +23,12 @@ from crossover.loadtests.campaign.quick_campaign import (
 )
 from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
 from crossover.loadtests.host.child_processes import ignore_signals, signals_interrupt
+from crossover.loadtests.levels.disturbance import (
+    CPU_QUOTA,
+    HYPERVISOR,
+    disturbance_in_words,
+    disturbance_of_run,
+)
 from crossover.loadtests.load_generator.endpoint_access import (
     Access,
     public_command,
@@ -38,9 +44,10 @@ from crossover.loadtests.load_generator.find_servers import (
     look_at,
     ports_that_need_a_key,
 )
-from crossover.loadtests.load_generator.load_options import parse_workload
+from crossover.loadtests.load_generator.load_options import parse_slo_option, parse_workload
 from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
 from crossover.loadtests.load_generator.target import Target, check_target
+from crossover.loadtests.records.run_folder import read_records
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify, short_model_id
 from crossover.models.identity.model_ladder import PACKAGED, packaged_file
@@ -48,7 +55,8 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
-from crossover.serving.capacity.slo import LIMITED_TIMES, Slo, parse_slo
+from crossover.serving.capacity.binding_limit import REMEDIES
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Positive, Seconds
 
@@ -154,13 +162,25 @@ def _time_limit(seconds: float) -> Iterator[None]:
     except (KeyboardInterrupt, LoadError) as problem:
         if not is_over:
             raise
-        raise _TimeIsOver(
-            f"The server is too slow to be estimated within {seconds:g} s. Give more time, such as "
-            f"--seconds {seconds * MORE_TIME:g}."
-        ) from problem
+        folder = problem.folder if isinstance(problem, Incomplete) else None
+        raise _TimeIsOver(_too_slow_words(seconds, folder)) from problem
     finally:
         _stop_clock()
         signal.signal(signal.SIGALRM, previous_handler)
+
+
+def _too_slow_words(seconds: float, folder: Path | None) -> str:
+    """Return that the server could not be estimated in time, which program took its cores, and what
+    helps. `folder`: of the run; None: nothing was recorded."""
+    too_slow = f"The server is too slow to be estimated within {seconds:g} s"
+    more_time = f"more time, such as --seconds {seconds * MORE_TIME:g}"
+    disturbance = None if folder is None else disturbance_of_run(read_records(folder).samples)
+    if disturbance is None or not disturbance.is_disturbed:
+        return f"{too_slow}. Give {more_time}."
+    cause = f"{too_slow}: {disturbance_in_words(disturbance)}."
+    if disturbance.who in (HYPERVISOR, CPU_QUOTA):
+        return f"{cause} Give {more_time}."
+    return f"{cause} What helps: {REMEDIES['other_processes']}, or {more_time}."
 
 
 def _stop_clock() -> None:
@@ -169,10 +189,7 @@ def _stop_clock() -> None:
 
 def _slo_of(options: QuickOptions) -> Slo:
     """Return the SLO of --slo. Raises LoadError for an SLO without a limit on latency."""
-    try:
-        slo = parse_slo(options.slo)
-    except ValueError as problem:
-        raise LoadError(f"--slo {problem}") from None
+    slo = parse_slo_option(options.slo)
     if not slo.limits:
         raise LoadError(
             f"--slo {options.slo!r} has no latency limit: without one, no rate is too high. Give "

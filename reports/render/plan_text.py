@@ -51,11 +51,11 @@ def as_text(plan: Plan, columns: int = 100) -> str:
             console.print()
         if plan.cold_starts:
             console.print(terminal_table(cold_start_table(plan.cold_starts)))
-            for sentence in cold_start_sentences(plan.cold_starts):
+            for sentence in cold_start_sentences(plan.cold_starts, plan.peak_rate):
                 console.print(sentence)
             console.print()
         if plan.mixes:
-            console.print(terminal_table(mix_table(plan.mixes_to_show)))
+            console.print(terminal_table(mix_table(plan.mixes_to_show, plan.peak_rate)))
             for sentence in mix_sentences(plan):
                 console.print(sentence)
             console.print()
