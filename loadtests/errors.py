@@ -1,9 +1,5 @@
 """The errors of load tests. A message says what is wrong, where, and what to do."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from crossover.models.errors import CrossoverError
 
 
@@ -41,11 +37,6 @@ class ServerLost(LoadError):
 
 class Incomplete(LoadError):
     """The run ended before all cells were measured; `crossover campaign resume` continues it."""
-
-    def __init__(self, message: str, folder: Path | None = None) -> None:
-        """`folder`: of the run; None: nothing was recorded."""
-        super().__init__(message)
-        self.folder = folder
 
 
 class MachineBusy(LoadError):

@@ -284,8 +284,7 @@ class CampaignSession:
         return f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
 
     def _incomplete(self, why: str) -> Incomplete:
-        folder = self._run.folder
-        return Incomplete(f"{why}. To continue: crossover campaign resume {folder}", folder)
+        return Incomplete(f"{why}. To continue: crossover campaign resume {self._run.folder}")
 
     def _record_interruption(self, reason: str) -> None:
         self._progress.clear()

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
+from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.capacity.step_observation import (
     level_factor,
     two_speeds,
@@ -508,7 +509,7 @@ def _with_confirmed_rate(
             by_levels=not has_estimate,
             min_level_seconds=min_level_seconds,
         )
-    unit_rate = unit_rate or found.estimated_rate
+    unit_rate = unit_rate or common_rate([found])
     why_not = _why_not_confirmed(loaded, slo, min_seconds, unit_rate)
     return msgspec.structs.replace(
         found,

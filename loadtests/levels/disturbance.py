@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossover.loadtests.records.journal_events import Disturbance
-from crossover.loadtests.records.resource_sample import CoresSample, ResourceSample, busiest
+from crossover.loadtests.records.resource_sample import CoresSample, busiest
 
 HYPERVISOR, CPU_QUOTA = "the hypervisor", "the CPU quota"  # who took CPU time, beside processes
 MAX_TAKEN_SHARE = 0.03  # if more is taken, the level is disturbed
@@ -93,12 +93,6 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
         counts=counts,
         is_corrected=not counts,
     )
-
-
-def disturbance_of_run(samples: Sequence[ResourceSample]) -> Disturbance | None:
-    """Return the CPU contention during all levels of a run, also those that were not finished; None
-    without samples of the engine's cores."""
-    return disturbance_of([one.cores for one in samples if one.level is not None and one.cores])
 
 
 def disturbance_in_words(disturbance: Disturbance) -> str:
