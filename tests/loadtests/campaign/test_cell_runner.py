@@ -96,7 +96,7 @@ def test_single_streams_bursts_step_times_and_the_confirming_level(tmp_path: Pat
     )
     for part in parts:
         assert part in world.output.getvalue(), part
-    assert rate_units_in(world.output.getvalue()) == {" a minute"}
+    assert len(rate_units_in(world.output.getvalue())) == 1, world.output.getvalue()
 
 
 def test_missing_the_slo_unloaded_takes_two_starts_and_ends_the_configuration(
