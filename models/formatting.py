@@ -12,19 +12,28 @@ Estimates are rounded to the nearest number. Bounds stay bounds: a confirmed rat
 an interval are rounded down, the high end up. A missing value is NOT_MEASURED, never 0.
 
 `like`, in functions for rates, is another rate: the unit in which people read that one is used, so
-that numbers beside each other have the same unit. None: the unit that suits the value itself.
+that numbers beside each other have the same unit. None: the unit that suits the value itself. What
+the unit is, is decided here alone: by `rate_unit` for one rate, by `common_unit_rate` for rates
+that are compared, and by `RateUnits` for a log, whose later rates are not known yet.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Literal
 
 NOT_MEASURED = "not measured"
 SINGLE_STREAM = "single stream"  # the load of one request at a time
 GIB = 1 << 30
+
+# Requests/s: the lowest rates that are shown per second and per minute, as 1.00.
+PER_SECOND_FROM, PER_MINUTE_FROM = 0.9995, 0.9995 / 60
+PER_MINUTE_RATE = 0.5  # a rate that is shown per minute
+# Where a larger model may follow, a rate is shown per minute up to this many requests/s.
+MAX_FOLLOWED_RATE = 10.0
 
 Rounding = Literal["nearest", "down", "up"]
 _ROUNDING = {"nearest": ROUND_HALF_UP, "down": ROUND_FLOOR, "up": ROUND_CEILING}
@@ -77,11 +86,42 @@ def duration(value: float) -> str:
 
 
 def rate_unit(value: float | None) -> tuple[float, str]:
-    """Return the unit in which people read a rate, as seconds and as a name. Rates below 1/s get a
-    unit in which they are 10 or more, if there is one."""
-    if not value or value >= 0.9995:
+    """Return the unit in which people read a rate, as seconds and as a name: the first of second,
+    minute and hour in which it is 1 or more."""
+    if not value or value >= PER_SECOND_FROM:
         return 1.0, "/s"
-    return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
+    return (60.0, " a minute") if value >= PER_MINUTE_FROM else (3600.0, " an hour")
+
+
+def common_unit_rate(rates: Iterable[float | None]) -> float | None:
+    """Return the rate whose unit suits all of these, so that they can be compared: per second if
+    none is below 1/s, otherwise per minute, or per hour if none reaches one a minute. None: all are
+    0 or missing."""
+    positive = [rate for rate in rates if rate]
+    if not positive or min(positive) >= PER_SECOND_FROM:
+        return max(positive, default=None)
+    return min(max(positive), PER_MINUTE_RATE)
+
+
+class RateUnits:
+    """The units of a log: all rates of one device are written in the unit of the first of them.
+
+    `devices_with_several`: those on which several configurations are measured. After the first,
+    larger models may come, so its rates are written per minute unless they are high.
+    """
+
+    def __init__(self) -> None:
+        self.devices_with_several: set[str | None] = set()
+        self._unit_rates: dict[str | None, float] = {}
+
+    def keep(self, device: str | None, rates: Iterable[float | None] = ()) -> float | None:
+        """Return the rate in whose unit the rates of a device are written. If none was written yet,
+        `rates` are the first. None: these are 0 or missing too."""
+        if device not in self._unit_rates and (unit_rate := common_unit_rate(rates)) is not None:
+            if device in self.devices_with_several and unit_rate < MAX_FOLLOWED_RATE:
+                unit_rate = min(unit_rate, PER_MINUTE_RATE)
+            self._unit_rates[device] = unit_rate
+        return self._unit_rates.get(device)
 
 
 def rate(
@@ -99,14 +139,19 @@ def rate(
     return f"{significant(value * unit_seconds, digits, rounded, unit == '/s')}{unit}"
 
 
-def of_requests(rate_text: str) -> str:
+def of_requests(rate_text: str, what: str = "requests") -> str:
     """Insert the word: `1.8/s` -> `1.8 requests/s`, `34 a minute` -> `34 requests a minute`."""
-    return re.sub("(/s| a minute| an hour)", r" requests\1", rate_text, count=1)
+    return re.sub("(/s| a minute| an hour)", rf" {what}\1", rate_text, count=1)
 
 
-def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
+def requests(
+    value: float | None,
+    digits: int = 2,
+    rounded: Rounding = "nearest",
+    like: float | None = None,
+) -> str:
     """Return a rate with its word: `1.8 requests/s`, `34 requests a minute`."""
-    return of_requests(rate(value, digits, rounded))
+    return of_requests(rate(value, digits, rounded, like))
 
 
 def load(
@@ -138,7 +183,7 @@ def rate_with_interval(
 ) -> str:
     """Return `1.8/s (1.7–1.9)`, or `above 1.7/s` if one end is open."""
     if low is None and high is None:
-        return rate(value)
+        return rate(value, like=like)
     if value is None or low is None or high is None:
         return rate_interval(low, high, like)
     unit_rate = like or value

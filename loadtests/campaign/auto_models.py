@@ -113,10 +113,10 @@ def _models_around_cpu_limit(
     progress.say(
         f"models auto: {len(chosen)} models, chosen by the step times of {REFERENCE_MODEL}"
     )
-    rates = [predicted.rate for predicted in chosen.values() if predicted.rate]
-    unit_rate = min(rates, default=None)
+    rates = [predicted.rate for predicted in chosen.values()]
+    unit_rate = progress.rate_units.keep("cpu", rates)
     for name, predicted in chosen.items():
-        rate = formatting.of_requests(formatting.rate(predicted.rate, like=unit_rate))
+        rate = formatting.requests(predicted.rate, like=unit_rate)
         unloaded = f"{formatting.share(predicted.unloaded_attainment)} SLO attainment unloaded"
         progress.say(
             f"  {name}: capacity {rate if predicted.rate else 'none'} (predicted), {unloaded}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +207,7 @@ class CampaignSession:
             last_block = max(state.blocks, default=0)
             if state.ended is None and last_block > self._blocks:  # a runner was killed within it
                 self.confirming_blocks[state.key] = last_block
-            elif confirm and _is_confirmable(state):
+            elif confirm and state.is_confirmable:
                 self.confirming_blocks[state.key] = max(last_block, self._blocks) + 1
             if isinstance(state.ended, journal.CellSkipped) or state.key in self.confirming_blocks:
                 state.ended = None
@@ -214,9 +215,14 @@ class CampaignSession:
 
     def measure_all(self) -> None:
         """Measure until all cells are done. Raises Incomplete if nothing was measured."""
+        rate_units = self._progress.rate_units
+        devices = Counter(state.device for state in self._states)
+        rate_units.devices_with_several |= {key for key, count in devices.items() if count > 1}
         for state in self._states:
-            capacity = getattr(state.ended, "capacity", None)
-            words = capacity_text.capacity_in_words(capacity) if capacity else "waits"
+            capacity, words = getattr(state.ended, "capacity", None), "waits"
+            if capacity is not None:
+                state.unit_rate = rate_units.keep(state.device, capacity_text.rates_of([capacity]))
+                words = capacity_text.capacity_in_words(capacity, state.unit_rate)
             self._progress.set_status(state.key, words)
         with signals_interrupt(), self._progress.kept_alive():
             try:
@@ -306,16 +312,11 @@ class CampaignSession:
             self._skip(state, str(problem))
             return
         if block >= self._blocks or not confirms:
-            self._finish_cell(state, capacity, position, cell_run.unit_rate)
+            self._finish_cell(state, capacity, position)
 
-    def _finish_cell(
-        self,
-        state: CellState,
-        capacity: journal.Capacity,
-        position: str,
-        unit_rate: float | None,
-    ) -> None:
-        """Record the capacity of a cell and print it, in the unit of `unit_rate`."""
+    def _finish_cell(self, state: CellState, capacity: journal.Capacity, position: str) -> None:
+        """Record the capacity of a cell and print it."""
+        unit_rate = state.unit_rate
         state.record(journal.CellFinished(cell=state.key, capacity=capacity))
         words = capacity_text.capacity_in_words(capacity, unit_rate)
         self._progress.set_status(state.key, words)
@@ -344,11 +345,3 @@ class CampaignSession:
             f"{position}{number}: measuring for at most {formatting.duration(seconds)}"
         )
         return cell_block
-
-
-def _is_confirmable(state: CellState) -> bool:
-    """Return whether a cell has ended with an estimate that a level could confirm."""
-    if not isinstance(state.ended, journal.CellFinished):
-        return False
-    capacity = state.ended.capacity
-    return not capacity.is_confirmed and capacity.confirm_seconds is not None

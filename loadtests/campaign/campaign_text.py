@@ -21,10 +21,17 @@ from crossover.models.tables import Column, table_of, terminal_table
 from crossover.serving.workload.request_lengths import lengths_in_words
 
 
-def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
+def show_run(
+    folder: Path,
+    console: Console | None = None,
+    *,
+    levels: bool = True,
+    rate_units: formatting.RateUnits | None = None,
+) -> None:
     """Print the table of results, and with `levels` all measurements. Raises BadRunFolder.
 
-    For an unfinished cell it shows the result of its levels so far.
+    For an unfinished cell it shows the result of its levels so far. `rate_units`: of the log that
+    this ends; None: all rates of a device are written in the unit that suits them.
     """
     console = console or console_of()
     run = read_records(folder)
@@ -42,10 +49,15 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
         console.print(f"left out: {what}", style="yellow")
     records = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
     capacities = {record.key: _capacity_of(record) for record in records}
-    unit_rate = capacity_text.common_rate(capacities.values())
+    rate_units = rate_units or formatting.RateUnits()
+    for device in {record.device for record in records}:
+        own = (capacities[record.key] for record in records if record.device == device)
+        rate_units.keep(device, capacity_text.rates_of(own))
+    for record in records:
+        record.unit_rate = rate_units.keep(record.device)
     if levels:
         for record in records:
-            _show_cell(record, capacities[record.key], unit_rate, console)
+            _show_cell(record, capacities[record.key], console)
     console.print(f"\n{_requirements(campaign)}", style="bold")
     table = table_of(
         records,
@@ -54,13 +66,13 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
         Column(
             "confirmed",
             "text",
-            lambda record: _confirmed_words(capacities[record.key], unit_rate),
+            lambda record: _confirmed_words(capacities[record.key], record.unit_rate),
             missing="-",
         ),
         Column(
             "estimated capacity",
             "text",
-            lambda record: _estimated_words(capacities[record.key], unit_rate),
+            lambda record: _estimated_words(capacities[record.key], record.unit_rate),
             missing="-",
         ),
         Column("grade", "text", lambda record: _grade_words(record, capacities[record.key])),
@@ -70,15 +82,18 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
         if capacities[record.key] is None and (reason := _skip_reason(record)):
             # Too long for the table: it says how to install an engine.
             console.print(printable(f"{record.key} was skipped: {reason}"))
-    confirm_seconds = sum(
-        capacity.confirm_seconds or 0.0
-        for capacity in capacities.values()
-        if capacity is not None and not capacity.is_confirmed
-    )
-    if confirm_seconds:
+    to_confirm = [
+        capacity
+        for record in records
+        if record.is_confirmable and (capacity := capacities[record.key]) is not None
+    ]
+    if to_confirm:
+        # Without a step-time model there is no estimate.
+        are_estimated = all(capacity.estimated_rate for capacity in to_confirm)
+        seconds = sum(capacity.confirm_seconds or 0.0 for capacity in to_confirm)
         console.print(
-            f"To confirm the estimates, which takes about {formatting.duration(confirm_seconds)}: "
-            f"crossover campaign resume {folder} --confirm"
+            f"To confirm {'the estimates' if are_estimated else 'a rate'}, which takes about "
+            f"{formatting.duration(seconds)}: crossover campaign resume {folder} --confirm"
         )
 
 
@@ -142,13 +157,9 @@ def _single_stream_medians(record: CellRecord) -> str | None:
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
-def _show_cell(
-    record: CellRecord,
-    capacity: journal.Capacity | None,
-    unit_rate: float | None,
-    console: Console,
-) -> None:
+def _show_cell(record: CellRecord, capacity: journal.Capacity | None, console: Console) -> None:
     """Print all levels of a cell, and its capacity with everything that explains it."""
+    unit_rate = record.unit_rate
     console.print(f"\n{record.key}", style="bold")
     if record.choice is not None:
         console.print(f"fastest engine: {record.choice.reason}", style="dim")
@@ -162,7 +173,7 @@ def _show_cell(
             capacity_text.check_words(capacity),
             capacity_text.speed_words(capacity),
             capacity_text.users_words(capacity),
-            capacity_text.reuse_words(capacity),
+            capacity_text.reuse_words(capacity, unit_rate),
             capacity.advice,
         )
         for text in filter(None, details):

@@ -91,8 +91,6 @@ class CellRun:
         self.slo = state.campaign.slo
         self.confirms = confirms
         self.max_slots = max_slots
-        # The rate in whose unit all rates of this cell are written; None: none is estimated yet.
-        self.unit_rate: float | None = None
 
     def run(self, open_bench: OpenBench) -> journal.Capacity:
         """Return the capacity after everything that this block pays for.
@@ -140,7 +138,7 @@ class CellRun:
             return msgspec.structs.replace(capacity, advice=words)
         return msgspec.structs.replace(
             with_less_reuse(capacity, server, demand, self.slo),
-            advice=advice(capacity, server, demand, self.slo),
+            advice=advice(capacity, server, demand, self.slo, self.state.unit_rate),
         )
 
     def _recorded(self) -> CellProgress:
@@ -175,6 +173,7 @@ class CellRun:
         state = self.state
         # By the step times, the undisturbed machine misses the SLO at such a rate too.
         is_missed_anyway = bool(plan.rate and before.high and plan.rate > before.high)
+        self._keep_unit(before, plan.rate)
         number = "check" if plan.is_unloaded_check else str(len(state.counted_levels) + 1)
         level = self._attempt(plan, number, counts_disturbed=is_missed_anyway)
         capacity = estimate_of(state)
@@ -211,11 +210,16 @@ class CellRun:
         self.bench.wait(pause)
         state.record(journal.Waited(cell=state.key, reason=cause, spent_seconds=pause))
 
-    def _keep_unit(self, capacity: journal.Capacity) -> float | None:
-        """Return the rate in whose unit all rates of this cell are written: the first estimate."""
-        self.unit_rate = self.unit_rate or capacity_text.common_rate([capacity])
-        self.bench.unit_rate = self.unit_rate
-        return self.unit_rate
+    def _keep_unit(
+        self, capacity: journal.Capacity, level_rate: float | None = None
+    ) -> float | None:
+        """Return the rate in whose unit all rates of this cell are written. Without an estimate it
+        is that of the levels; None: none is planned."""
+        state, rates = self.state, capacity_text.rates_of([capacity])
+        if not any(rates):
+            rates = [*self.campaign.search.rates, level_rate or 0.0]
+        state.unit_rate = self.progress.rate_units.keep(state.device, rates)
+        return state.unit_rate
 
     def _calibrate(self, seconds: float) -> None:
         """Send the bursts, fit the step-time model and record it.
@@ -394,6 +398,7 @@ def cell_progress(
         max_single_stream_seconds=campaign.search.single_stream_seconds_on(record.device),
         confirms=confirms,
         slots_choice=record.slots_choice,
+        unit_rate=record.unit_rate,
         needs_restart=record.needs_restart,
         to_check=_requests_to_check(record, capacity, left_seconds),
     )
@@ -437,6 +442,7 @@ def estimate_of(record: CellRecord) -> journal.Capacity:
         record.server,
         demand_of(record.campaign),
         min_level_seconds=record.min_level_seconds,
+        unit_rate=record.unit_rate,
     )
 
 

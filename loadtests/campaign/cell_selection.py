@@ -193,7 +193,13 @@ def fastest_engine(
     def say(line: str) -> None:
         progress.say(f"  {line}")
 
-    choice = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
+    choice = fastest_backend(
+        question_of(cell, campaign),
+        facts,
+        say,
+        progress.tick,
+        unit_rate_of=lambda rates: progress.rate_units.keep("cpu", rates),
+    )
     name = f"{choice.backend} {choice.weight_format}".strip()
     progress.say(f"{cell.key}: engine {name}: {choice.reason}")
     return EngineChosen(

@@ -60,8 +60,6 @@ class ServerBench:
         self.policy: SchedulerSettings | None = None  # None: another server, which reports none
         self.slots: int | None = None  # None: the server does not report them
         self.kv_tokens: int | None = None  # in its KV cache; None: the server does not report them
-        # The rate in whose unit rates are shown; None: each has its own.
-        self.unit_rate: float | None = None
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
@@ -180,7 +178,7 @@ class ServerBench:
     def _show_progress(self, load: LoadPlan, started: LevelStarted, answered: int) -> None:
         duration = load.plan.duration_seconds
         elapsed = time.time() - started.started_unix_seconds
-        load_words = load.load_in_words(self.unit_rate)
+        load_words = load.load_in_words(self.state.unit_rate)
         remaining = f"at most {formatting.duration(duration - elapsed)} left"
         if elapsed >= duration:
             remaining = "waiting for the last answers"

@@ -43,7 +43,6 @@ from crossover.loadtests.capacity.capacity_estimate import (
     shortest_bounding_level,
     shortest_level,
 )
-from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.levels.slo_attainment import MIN_DESIGN_EFFECT
 from crossover.loadtests.records.journal_events import Capacity, SlotsChosen
@@ -113,6 +112,7 @@ class CellProgress:
     max_single_stream_seconds: float
     confirms: bool  # False: this cell is only estimated
     slots_choice: SlotsChosen | None = None  # by its first calibration; None: its slots stay
+    unit_rate: float | None = None  # the rate in whose unit rates are written
     needs_restart: bool = False  # the server still runs with the slots of before that choice
     # Requests that miss the SLO unloaded by the step-time model, to be sent alone. None: there is
     # no such model, they were sent already, or they are turns of conversations.
@@ -194,7 +194,7 @@ def next_measurement(progress: CellProgress) -> Measurement:
     if not progress.single_streams:
         return single_stream
     if progress.needs_restart and progress.slots_choice is not None:
-        return RestartServer(slots_words(progress.slots_choice))
+        return RestartServer(slots_words(progress.slots_choice, progress.unit_rate))
     if search.rates:
         return _given_rate(progress)
     if capacity.state == "misses_slo_unloaded":
@@ -231,12 +231,10 @@ def next_measurement(progress: CellProgress) -> Measurement:
     return _search_by_levels(progress)
 
 
-def slots_words(choice: SlotsChosen) -> str:
+def slots_words(choice: SlotsChosen, unit_rate: float | None) -> str:
     """Return why the server is started again with another number of slots."""
-    # The unit of the estimate, which is that of the previous slots.
-    estimate = Capacity(state="not_confirmed", estimated_rate=choice.previous_rate or choice.rate)
-    unit_rate = common_rate([estimate])
-    rate = formatting.of_requests(formatting.rate(choice.rate, like=unit_rate))
+    unit_rate = unit_rate or choice.previous_rate or choice.rate
+    rate = formatting.requests(choice.rate, like=unit_rate)
     previous_words = (
         f"in place of {formatting.rate(choice.previous_rate, like=unit_rate)}"
         if choice.previous_rate

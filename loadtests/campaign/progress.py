@@ -55,6 +55,7 @@ class Progress:
     def __init__(
         self, stream: TextIO | None = None, *, log_interval_seconds: float = LOG_INTERVAL_SECONDS
     ) -> None:
+        self.rate_units = formatting.RateUnits()  # of all lines
         self._console = _ErrorConsole(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._log_interval_seconds = log_interval_seconds

@@ -78,6 +78,8 @@ class CellRecord:
         # Of the budget: starts of its server, levels (also disturbed and abandoned ones), waiting,
         # and calculating.
         self.spent_seconds = 0.0
+        # The rate in whose unit its rates are written while it is measured; None: none is known.
+        self.unit_rate: float | None = None
         self._attempts: Counter[str] = Counter()  # by the level's name without the attempt's number
         for event in events:
             if event.cell == cell.key:
@@ -134,6 +136,15 @@ class CellRecord:
     def device(self) -> str | None:
         """The device that it is measured on: "cpu" or "gpu"; None: it is not known."""
         return journal.device_of(self.cell.device, self.ready)
+
+    @property
+    def is_confirmable(self) -> bool:
+        """Whether it has ended without a confirmed rate, and `resume --confirm` would go on with
+        it."""
+        if not isinstance(self.ended, journal.CellFinished):
+            return False
+        capacity = self.ended.capacity
+        return not capacity.is_confirmed and capacity.confirm_seconds is not None
 
     @property
     def min_level_seconds(self) -> float:

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.attainment_evidence import speed_by_attainment
+from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.capacity.step_observation import (
     level_factor,
     two_speeds,
@@ -111,13 +112,15 @@ def estimate(
     demand: Demand | None = None,
     *,
     min_level_seconds: float = MIN_SECONDS,
+    unit_rate: float | None = None,
 ) -> Capacity:
     """Return the capacity by all finished levels of a cell, in any order. Bursts tell only how much
     other processes took.
 
     `server`: as it was calibrated; `demand`: the requests of the campaign. Without both, or with a
     step-time model that does not fit, the capacity follows from the levels alone.
-    `min_level_seconds`: duration of the shortest level that can confirm a rate.
+    `min_level_seconds`: duration of the shortest level that can confirm a rate. `unit_rate`: the
+    rate in whose unit the reason has its rates; None: that which suits the capacity.
     """
     checks = [level for level in levels if level.is_unloaded_check and level.counts]
     levels = [level for level in levels if not level.is_unloaded_check]
@@ -138,9 +141,10 @@ def estimate(
         if not capacity.estimated_rate and loaded:  # single requests contradicted the model
             capacity = msgspec.structs.replace(capacity, method="levels")
     capacity = _bounded_above(capacity, _lowest_missed(loaded))
-    capacity = _with_confirmed_rate(capacity, judged_levels, slo, min_level_seconds)
+    capacity = _with_confirmed_rate(capacity, judged_levels, slo, min_level_seconds, unit_rate)
     min_bounding_seconds = WINDOW_TOLERANCE * shortest_bounding_level(slo)
-    return _with_taken_share(_with_lower_bound(capacity, loaded, min_bounding_seconds), levels)
+    capacity = _with_lower_bound(capacity, loaded, min_bounding_seconds, unit_rate)
+    return _with_taken_share(capacity, levels)
 
 
 def confirmed_rate(
@@ -461,7 +465,11 @@ def _bounded_above(capacity: Capacity, missed_rate: float) -> Capacity:
 
 
 def _with_confirmed_rate(
-    capacity: Capacity, judged_levels: Sequence[JudgedLevel], slo: Slo, min_level_seconds: float
+    capacity: Capacity,
+    judged_levels: Sequence[JudgedLevel],
+    slo: Slo,
+    min_level_seconds: float,
+    unit_rate: float | None = None,
 ) -> Capacity:
     """Return the capacity with the highest rate that levels confirm. If there is none, return it
     with the reason and the seconds of a level that would confirm one.
@@ -499,7 +507,8 @@ def _with_confirmed_rate(
             by_levels=not has_estimate,
             min_level_seconds=min_level_seconds,
         )
-    why_not = _why_not_confirmed(loaded, slo, min_seconds)
+    unit_rate = unit_rate or common_rate([capacity])
+    why_not = _why_not_confirmed(loaded, slo, min_seconds, unit_rate)
     return msgspec.structs.replace(
         capacity,
         starts=len({one.level.started.start for one in judged_levels}),
@@ -516,11 +525,14 @@ def _single_stream_answer_seconds(judged_levels: Sequence[JudgedLevel]) -> float
     return sum(known) / len(known) if known else None
 
 
-def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: float) -> str:
+def _why_not_confirmed(
+    loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: float, unit_rate: float | None
+) -> str:
     """Return why the levels confirm no rate: of those that met the target, why the one at the
     lowest rate does not.
 
-    `min_seconds`: of the shortest level that confirms a rate.
+    `min_seconds`: of the shortest level that confirms a rate. `unit_rate`: the rate in whose unit
+    rates are written.
     """
     if not loaded:
         return "no valid level of open-loop load was measured"
@@ -528,7 +540,7 @@ def _why_not_confirmed(loaded: Sequence[JudgedLevel], slo: Slo, min_seconds: flo
     if not met:
         return "no level at a rate reached the target of the SLO"
     one = min(met, key=lambda each: each.rate)
-    rate = formatting.rate(one.level.offered_rate)
+    rate = formatting.rate(one.level.offered_rate, like=unit_rate)
     words = f"at {rate}, {one.judged.good} of {one.judged.due} requests met the SLO, but "
     if one.rate >= _lowest_missed(loaded):
         return f"{words}a level at a rate that is not higher missed it"
@@ -583,12 +595,16 @@ def _confirmed_by(
 
 
 def _with_lower_bound(
-    capacity: Capacity, loaded: Sequence[JudgedLevel], min_seconds: float
+    capacity: Capacity,
+    loaded: Sequence[JudgedLevel],
+    min_seconds: float,
+    unit_rate: float | None,
 ) -> Capacity:
     """Return the capacity with the highest rate that met the SLO as its lower end, if there is no
     step-time model and no level was long enough to confirm a rate.
 
-    `min_seconds`: duration of the shortest level that bounds the capacity.
+    `min_seconds`: duration of the shortest level that bounds the capacity. `unit_rate`: the rate in
+    whose unit the reason has its rates; None: that which suits the bounds.
     """
     if capacity.is_confirmed or capacity.method != "levels":
         return capacity
@@ -603,7 +619,7 @@ def _with_lower_bound(
     if not met_rates:
         return capacity
     low = max(met_rates)
-    unit_rate = capacity.high or low
+    unit_rate = unit_rate or capacity.high or low
     words = f"levels met the SLO at {formatting.rate(low, rounded='down', like=unit_rate)}"
     if capacity.high is not None:
         words += f" and missed it at {formatting.rate(capacity.high, rounded='up', like=unit_rate)}"

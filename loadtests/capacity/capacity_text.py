@@ -20,29 +20,23 @@ from crossover.models import formatting
 
 # The part of an estimate that a campaign may confirm later. A unit is chosen to suit that rate too.
 CONFIRMABLE_SHARE = 0.7
-PER_SECOND_FROM = 0.9995  # requests/s: the lowest rate that is shown as 1.00/s
-PER_MINUTE_RATE = 0.5  # a rate that formatting shows per minute
 NO_CAPACITY = "none"  # by the step-time model even single requests miss the SLO
 
 
 def common_rate(capacities: Iterable[Capacity | None]) -> float | None:
     """Return the rate whose unit suits all of these capacities (`unit_rate`). None: no rate is
     known."""
+    return formatting.common_unit_rate(rates_of(capacities))
+
+
+def rates_of(capacities: Iterable[Capacity | None]) -> list[float]:
+    """Return the rates of capacities by which a unit is chosen. Where no rate is confirmed, one
+    that may be confirmed later is among them."""
     rates: list[float] = []
     for capacity in filter(None, capacities):
         estimated = capacity.estimated_rate or 0.0
         rates += [capacity.confirmed_rate or CONFIRMABLE_SHARE * estimated, estimated]
-    return common_unit_rate(rates)
-
-
-def common_unit_rate(rates: Iterable[float]) -> float | None:
-    """Return the rate whose unit suits all of these, so that they can be compared: per second if
-    none is below 1/s, otherwise per minute, or per hour if none reaches ten a minute. None: all are
-    0."""
-    positive = [rate for rate in rates if rate]
-    if not positive or min(positive) >= PER_SECOND_FROM:
-        return max(positive, default=None)
-    return min(max(positive), PER_MINUTE_RATE)
+    return rates
 
 
 def capacity_in_words(capacity: Capacity | None, unit_rate: float | None = None) -> str:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from crossover.loadtests.capacity.capacity_estimate import server_under_load
-from crossover.loadtests.capacity.capacity_text import common_unit_rate
+from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models import formatting
@@ -51,16 +51,23 @@ class Alternative(NamedTuple):
     slo: Slo
 
 
-def advice(capacity: Capacity, server: ServerModel, demand: Demand, slo: Slo) -> str:
+def advice(
+    capacity: Capacity,
+    server: ServerModel,
+    demand: Demand,
+    slo: Slo,
+    unit_rate: float | None = None,
+) -> str:
     """Return a sentence with a target and a limit under which the interval would be narrow, or, if
     there is no capacity, with those (or with shorter prompts) under which there would be one.
 
     "": the interval is narrow, something else than the SLO made it wide, or it would be wide under
-    all alternatives. Simulates up to a dozen capacities, which takes seconds.
+    all alternatives. `unit_rate`: the rate in whose unit rates are written; None: that which suits
+    the capacity. Simulates up to a dozen capacities, which takes seconds.
     """
     if capacity.is_none:
         unloaded = server.slower(capacity.factor or 1.0)
-        return what_gives_a_capacity(unloaded.simulated(demand), slo)
+        return what_gives_a_capacity(unloaded.simulated(demand), slo, unit_rate)
     low, high, steepness = capacity.low, capacity.high, capacity.steepness
     if capacity.method != "step_times" or not (
         low and high and capacity.estimated_rate and steepness
@@ -73,6 +80,7 @@ def advice(capacity: Capacity, server: ServerModel, demand: Demand, slo: Slo) ->
     # Standard deviation of the logarithm of step times, from high / low = exp(2 z sd steepness).
     step_sd = math.log(high / low) / (2 * Z_90 * steepness)
     loaded = server_under_load(server, capacity)
+    unit_rate = unit_rate or common_rate([capacity])
     narrow: list[str] = []
     unloaded_share: float | None = None  # of single requests that meet the latency limits
     for alternatives in _easier_slos(slo):
@@ -82,7 +90,8 @@ def advice(capacity: Capacity, server: ServerModel, demand: Demand, slo: Slo) ->
                 unloaded_share = simulated.unloaded_attainment
             width = math.exp(2 * Z_90 * step_sd * simulated.steepness)
             if simulated.rate > 0 and width <= MAX_WIDTH:
-                narrow.append(f"slo.{key} = {value} (about {formatting.rate(simulated.rate)})")
+                rate = formatting.rate(simulated.rate, like=unit_rate)
+                narrow.append(f"slo.{key} = {value} (about {rate})")
                 break
         if len(narrow) == MAX_ALTERNATIVES:
             break
@@ -96,9 +105,12 @@ def advice(capacity: Capacity, server: ServerModel, demand: Demand, slo: Slo) ->
     )
 
 
-def what_gives_a_capacity(server: Server, slo: Slo) -> str:
+def what_gives_a_capacity(server: Server, slo: Slo, unit_rate: float | None = None) -> str:
     """Return a sentence with the nearest SLOs, and the longest prompts, with which this server
-    would have a capacity; "": there are none among the alternatives."""
+    would have a capacity; "": there are none among the alternatives.
+
+    `unit_rate`: the rate in whose unit these capacities are written; None: that which suits them.
+    """
     rates: dict[str, float] = {}  # "slo.ttft_seconds = 4" -> the capacity with it
     for alternatives in _easier_slos(slo, (*LIMIT_FACTORS, *MORE_FACTORS)):
         for key, value, easier_slo in alternatives:
@@ -114,9 +126,9 @@ def what_gives_a_capacity(server: Server, slo: Slo) -> str:
                 break
     if not rates:
         return ""
-    unit_rate = common_unit_rate(rates.values())
+    unit_rate = unit_rate or formatting.common_unit_rate(rates.values())
     *first, last = (
-        f"{what} (about {formatting.of_requests(formatting.rate(rate, like=unit_rate))})"
+        f"{what} (about {formatting.requests(rate, like=unit_rate)})"
         for what, rate in rates.items()
     )
     alternatives_words = " or ".join(filter(None, (", ".join(first), last)))

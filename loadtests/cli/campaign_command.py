@@ -14,6 +14,7 @@ from crossover.loadtests.errors import BadCampaign
 
 if TYPE_CHECKING:
     from crossover.loadtests.campaign.campaign_file import Plan
+    from crossover.loadtests.campaign.progress import Progress
 
 TEMPLATE = Path(__file__).parents[1] / "campaign.toml"
 Trust = Annotated[
@@ -78,7 +79,7 @@ def run_campaign(
         check_trust(plan.campaign)
     with Progress() as progress:
         folder = run(plan, out, progress)
-    _print_results(folder)
+    _print_results(folder, progress)
 
 
 def _plan_of(what: list[str]) -> Plan:
@@ -115,14 +116,14 @@ def resume_campaign(
 
     with Progress() as progress:
         resume(folder, progress, confirm=confirm, trust=trust)
-    _print_results(folder)
+    _print_results(folder, progress)
 
 
-def _print_results(folder: Path) -> None:
+def _print_results(folder: Path, progress: Progress) -> None:
     """Print the table of results, and how to get the report."""
     from crossover.loadtests.campaign.campaign_text import show_run
 
-    show_run(folder, levels=False)
+    show_run(folder, levels=False, rate_units=progress.rate_units)
     typer.echo(f"To write the report: crossover report {folder}")
 
 

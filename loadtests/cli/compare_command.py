@@ -67,8 +67,8 @@ def show_comparison(result: Comparison, console: Console) -> None:
         Column("load", "text", lambda row: row.load or "-"),
         Column("metric", "text", lambda row: row.metric),
         Column("runs", "text", lambda row: f"{row.runs[0]}+{row.runs[1]}"),
-        Column("first", "number", lambda row: _value(row.metric, row.first)),
-        Column("second", "number", lambda row: _value(row.metric, row.second)),
+        Column("first", "number", lambda row: _value(row, row.first)),
+        Column("second", "number", lambda row: _value(row, row.second)),
         Column("difference", "number", lambda row: f"{row.ratio - 1:+.1%}"),
         Column("95 % interval", "text", _interval_words, missing="-"),
         Column("verdict", "text", lambda row: row.verdict),
@@ -82,8 +82,8 @@ def _interval_words(row: ComparedMetric) -> str | None:
     return f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
 
 
-def _value(metric: str, value: float) -> str:
-    """Return a metric's value with its unit."""
-    if metric == "limit":
-        return formatting.rate(value, 3)
-    return f"{value:.3g}/s" if metric == "output tokens/s" else formatting.seconds(value, 3)
+def _value(row: ComparedMetric, value: float) -> str:
+    """Return one of the two values of a row with its unit, which is the same for both rates."""
+    if row.metric == "limit":
+        return formatting.rate(value, 3, like=formatting.common_unit_rate([row.first, row.second]))
+    return f"{value:.3g}/s" if row.metric == "output tokens/s" else formatting.seconds(value, 3)

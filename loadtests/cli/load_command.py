@@ -7,8 +7,12 @@ from typing import Annotated
 from msgspec import Meta
 
 from crossover.loadtests.errors import Incomplete, LoadError
-from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_load
-from crossover.serving.capacity.slo import parse_slo
+from crossover.loadtests.load_generator.load_options import (
+    LoadOptions,
+    parse_slo_option,
+    parse_workload,
+    plan_load,
+)
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Positive
 
@@ -43,10 +47,7 @@ def _load(options: CommandOptions) -> None:
         raise LoadError("--arrivals needs --rate: a closed loop sends when answers end")
     if options.concurrency is not None and parse_workload(options.workload).has_sessions:
         raise LoadError("Conversations need --rate (conversations/s) instead of --concurrency")
-    try:
-        slo = parse_slo(options.slo)
-    except ValueError as problem:
-        raise LoadError(f"--slo: {problem}") from None
+    slo = parse_slo_option(options.slo)
     try:
         with signals_interrupt():
             load = plan_load(options, options.duration, options.concurrency)

@@ -59,11 +59,12 @@ def show_level(level: Level, slo: Slo, workload: Workload) -> None:
     console, judged, counted = console_of(120), level.judge(slo), level.counted
     nominal = "" if level.rate is None else f", nominal {formatting.requests(level.rate, 3)}"
     if workload.has_sessions and level.rate is not None:
-        nominal = f", nominal {level.rate / mean_turns_of(workload):.3g} conversations/s"
-    offered = formatting.rate(level.offered_rate, 3, like=level.rate)
+        conversations = formatting.rate(level.rate / mean_turns_of(workload), 3, like=level.rate)
+        nominal = f", nominal {formatting.of_requests(conversations, 'conversations')}"
+    offered = formatting.requests(level.offered_rate, 3, like=level.rate)
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
-        f"({formatting.of_requests(offered)} offered{nominal})"
+        f"({offered} offered{nominal})"
     )
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from crossover.loadtests.records.journal_events import Disturbance
 from crossover.loadtests.records.resource_sample import CoresSample, busiest
 
+HYPERVISOR, CPU_QUOTA = "the hypervisor", "the CPU quota"  # who took CPU time, beside processes
 MAX_TAKEN_SHARE = 0.03  # if more is taken, the level is disturbed
 MAX_SLIGHT_SHARE = 0.1  # of a burst: if more is taken, it is sent again once
 MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request noticeably
@@ -71,11 +72,11 @@ def disturbance_of(samples: Sequence[CoresSample], *, counts: bool = False) -> D
             taken_seconds[name] = min(by_others, foreign_or_zero)
     if steal_seconds is not None and engine_seconds is not None:
         running_seconds = engine_seconds + competing_seconds
-        taken_seconds["the hypervisor"] = (
+        taken_seconds[HYPERVISOR] = (
             steal_seconds * engine_seconds / running_seconds if running_seconds else 0.0
         )
     if quota_seconds is not None:
-        taken_seconds["the CPU quota"] = quota_seconds
+        taken_seconds[CPU_QUOTA] = quota_seconds
     if not taken_seconds or work_seconds is None:
         return Disturbance(counts=counts)
     total_taken = sum(taken_seconds.values())

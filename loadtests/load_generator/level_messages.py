@@ -44,7 +44,9 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             is_check = plan.is_unloaded_check
             return f"{plan.burst.streams} requests {'one at a time' if is_check else 'at once'}"
         if self.has_sessions and plan.rate is not None:
-            return f"{plan.rate / mean_turns_of(self.workload):.3g} conversations/s"
+            conversations = plan.rate / mean_turns_of(self.workload)
+            rate = formatting.rate(conversations, 3, like=unit_rate)
+            return formatting.of_requests(rate, "conversations")
         return formatting.of_requests(formatting.load(plan.rate, plan.concurrency, 3, unit_rate))
 
 

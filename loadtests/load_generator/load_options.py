@@ -13,6 +13,7 @@ from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.level_messages import LoadPlan
 from crossover.loadtests.load_generator.target import Target, check_target, with_private_values_kept
 from crossover.loadtests.records.level_plan import LevelPlan
+from crossover.serving.capacity.slo import Slo, parse_slo
 from crossover.serving.faults import converted
 from crossover.serving.option_help import texts_of, unbounded
 from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
@@ -76,6 +77,15 @@ def add_options(parser: Any) -> None:
                 help=texts[field.name].text,
                 include_in_web_ui=False,
             )
+
+
+def parse_slo_option(text: str) -> Slo:
+    """Return the SLO of --slo, which is a preset or limits (ttft=2,tpot=0.1) for every command.
+    Raises LoadError for anything else."""
+    try:
+        return parse_slo(text)
+    except ValueError as problem:
+        raise LoadError(f"--slo {problem}") from None
 
 
 def parse_workload(text: str) -> Workload:

@@ -73,17 +73,17 @@ class Atlas(msgspec.Struct, frozen=True, kw_only=True):
 
     def capacity_words(self, entry: AtlasEntry) -> str:
         """Return `1.1/s (0.91–1.3)`, or why there is no capacity. All capacities of a model are
-        written in the unit of the lowest."""
+        written in one unit."""
         capacity = entry.capacity
         if not capacity.rate:
             return capacity.reason
-        rates = [
+        unit_rate = formatting.common_unit_rate(
             other.capacity.rate
             for other in self.entries
-            if other.steps.model.name == entry.steps.model.name and other.capacity.rate
-        ]
+            if other.steps.model.name == entry.steps.model.name
+        )
         low, high = capacity.low, capacity.high
-        return formatting.rate_with_interval(capacity.rate, low, high, like=min(rates))
+        return formatting.rate_with_interval(capacity.rate, low, high, like=unit_rate)
 
     @property
     def headline(self) -> str:

@@ -123,7 +123,7 @@ def least_cores(rows: Sequence[CoresCell], rate: float) -> list[str]:
             continue
         cell = serving.cell
         kind = "confirmed" if cell.confirmed_rate else "estimated, at least"
-        capacity = formatting.rate(served_rate(cell), rounded="down", like=cell.unit_rate)
+        capacity = formatting.rate(served_rate(cell), rounded="down", like=rate)
         cores = "1 core serves" if serving.cores == 1 else f"{serving.cores} cores serve"
         memory = "" if serving.pod.memory is None else f", memory {serving.pod.memory}"
         sentences.append(

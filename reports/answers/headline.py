@@ -161,8 +161,8 @@ def _rate_in_words(cell: CellData) -> str:
 def _short_rate(cell: CellData) -> str:
     """Return `a confirmed 23 requests/s`, or `an estimated 1.6 requests/s`."""
     if cell.confirmed_rate:
-        return f"a confirmed {formatting.requests(cell.confirmed_rate, rounded='down')}"
-    return f"an estimated {formatting.requests(cell.estimated_rate)}"
+        return f"a confirmed {formatting.of_requests(cell.confirmed_words)}"
+    return f"an estimated {formatting.requests(cell.estimated_rate, like=cell.unit_rate)}"
 
 
 def _both_rates(cell: CellData) -> str:

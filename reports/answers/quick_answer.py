@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from crossover.loadtests.capacity.calibration_bursts import max_concurrent_streams
-from crossover.loadtests.capacity.capacity_text import check_words, disturbance_words
+from crossover.loadtests.capacity.capacity_text import check_words, common_rate, disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from crossover.loadtests.records.run_folder import read_records
@@ -83,8 +83,8 @@ class QuickAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit_rate(self) -> float | None:
-        """The rate in whose unit all rates are written."""
-        return None if self.capacity is None else self.capacity.estimated_rate
+        """The rate in whose unit all rates are written, as while it was measured."""
+        return common_rate([self.capacity])
 
 
 def quick_answer(
@@ -160,7 +160,10 @@ def _notes_of(cell: CellData) -> list[str]:
     if note := _note_of_failures(bursts):
         notes.append(note)
     if cell.capacity is not None:
-        notes += filter(None, (disturbance_words(cell.capacity), check_words(cell.capacity)))
+        taken_words = disturbance_words(cell.capacity, cell.unit_rate)
+        if taken_words and (who := _who_took_most(measured.level for measured in cell.levels)):
+            taken_words += f" Most of it went to {who}."
+        notes += filter(None, (taken_words, check_words(cell.capacity)))
     if cell.server is not None and (ready is None or not ready.info.slots):
         slots = cell.server.settings.slots
         notes.append(
@@ -168,6 +171,15 @@ def _notes_of(cell: CellData) -> list[str]:
             "if it has more, the estimate is not right"
         )
     return notes
+
+
+def _who_took_most(levels: Iterable[Level]) -> str | None:
+    """Return which process took most of the engine's CPU time in the level that lost the largest
+    share; None: no level was disturbed."""
+    found = [level.finished.disturbance for level in levels if level.finished is not None]
+    disturbed = [one for one in found if one is not None and one.is_disturbed]
+    worst = max(disturbed, key=lambda one: one.share or 0.0, default=None)
+    return None if worst is None else worst.who
 
 
 def _note_of_failures(bursts: Sequence[Level]) -> str:

@@ -33,18 +33,14 @@ def _atlas(options: AtlasOptions) -> None:
     """
     # Imported here, so that --help is quick.
     from crossover.loadtests.campaign.progress import Progress
-    from crossover.loadtests.load_generator.load_options import parse_workload
+    from crossover.loadtests.load_generator.load_options import parse_slo_option, parse_workload
     from crossover.models.weights.weights_manifest import write_atomically
     from crossover.reports.answers.atlas import atlas_of
     from crossover.reports.devices.calibrated_machines import read_machines
     from crossover.reports.render.atlas_text import as_json, terminal_lines
     from crossover.serving.capacity.simulated_capacity import Demand
-    from crossover.serving.capacity.slo import parse_slo
 
-    try:
-        slo = parse_slo(options.slo)
-    except ValueError as problem:
-        raise ReportError(f"--slo {problem}") from None
+    slo = parse_slo_option(options.slo)
     demand = Demand(parse_workload(options.workload))
     machines = read_machines(options.files)
     with Progress() as progress, progress.kept_alive():

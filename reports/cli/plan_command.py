@@ -130,13 +130,11 @@ def _tables(options: PlanOptions) -> dict[str, Any]:
 
 def _slo_keys(text: str) -> str | dict[str, Any]:
     """Return the key `slo` for a preset or for limits such as `ttft=2,tpot=0.1`. Raises
-    ReportError."""
-    from crossover.serving.capacity.slo import SLO_PRESETS, parse_slo
+    LoadError."""
+    from crossover.loadtests.load_generator.load_options import parse_slo_option
+    from crossover.serving.capacity.slo import SLO_PRESETS
 
-    try:
-        slo = parse_slo(text)
-    except ValueError as problem:
-        raise ReportError(f"--slo {problem}") from None
+    slo = parse_slo_option(text)
     if text in SLO_PRESETS:
         return text
     limits = {f"{name}_seconds": limit for name, limit in slo.limits.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ from crossover.loadtests.campaign.quick_campaign import (
 )
 from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
 from crossover.loadtests.host.child_processes import ignore_signals, signals_interrupt
+from crossover.loadtests.host.cpu_time_taken import CoreWatch
+from crossover.loadtests.host.listening_process import listening_pid
+from crossover.loadtests.host.resource_sampler import family
+from crossover.loadtests.levels.disturbance import (
+    CPU_QUOTA,
+    HYPERVISOR,
+    disturbance_in_words,
+    disturbance_of,
+)
 from crossover.loadtests.load_generator.endpoint_access import (
     Access,
     public_command,
@@ -38,9 +48,10 @@ from crossover.loadtests.load_generator.find_servers import (
     look_at,
     ports_that_need_a_key,
 )
-from crossover.loadtests.load_generator.load_options import parse_workload
+from crossover.loadtests.load_generator.load_options import parse_slo_option, parse_workload
 from crossover.loadtests.load_generator.openai_endpoint import probe_endpoint
 from crossover.loadtests.load_generator.target import Target, check_target
+from crossover.loadtests.records.journal_events import Disturbance
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import identify, short_model_id
 from crossover.models.identity.model_ladder import PACKAGED, packaged_file
@@ -48,7 +59,8 @@ from crossover.models.shape.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
-from crossover.serving.capacity.slo import LIMITED_TIMES, Slo, parse_slo
+from crossover.serving.capacity.binding_limit import REMEDIES
+from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Positive, Seconds
 
@@ -104,9 +116,11 @@ def _quick(options: QuickOptions) -> None:
             "`crossover campaign run FILE` measures them, with the workload and a [target] in "
             "FILE; here, give lengths of single requests, such as chat:1024:256."
         )
+    watch = _ServerWatch()
     try:
-        with _time_limit(options.seconds), signals_interrupt(), _QuickProgress() as progress:
+        with _time_limit(options.seconds, watch), signals_interrupt(), _QuickProgress() as progress:
             server = _server_of(options, progress)
+            watch.begin(server.url)
             question = QuickQuestion(
                 target=_target_of(options, server, progress),
                 slo=slo,
@@ -132,19 +146,38 @@ class _TimeIsOver(LoadError):
     """The maximum time has passed before the server was measured."""
 
 
+class _ServerWatch:
+    """Watches the cores of a server of this machine, to see whether others took them from it."""
+
+    def __init__(self) -> None:
+        self._cores: CoreWatch | None = None  # None: the server is on another machine
+
+    def begin(self, url: str) -> None:
+        """Begin with the server of this URL."""
+        if (pid := listening_pid(url)) is not None:
+            self._cores = CoreWatch(lambda: family(pid), os.getpid())
+            self._cores.read()
+
+    def disturbance(self) -> Disturbance | None:
+        """Return what was taken from the server since the beginning; None: it is not known."""
+        cores = None if self._cores is None else self._cores.read()
+        return None if cores is None else disturbance_of([cores])
+
+
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float, watch: _ServerWatch) -> Iterator[None]:
     """Interrupt the block so early that it is closed within `seconds`, and raise _TimeIsOver.
 
     The block is interrupted as by Ctrl-C: every server, process and file is closed, and the records
-    are kept. The journal names the time limit as the reason.
+    are kept. The journal names the time limit as the reason. The error says what `watch` saw.
     """
-    is_over = False
+    is_over, disturbance = False, None
 
     def end(*_: object) -> None:
-        nonlocal is_over
+        nonlocal is_over, disturbance
         is_over = True
         ignore_signals()
+        disturbance = watch.disturbance()  # while the load generator, which is no other, still runs
         raise KeyboardInterrupt(f"the time limit of {seconds:g} s was reached")
 
     previous_handler = signal.signal(signal.SIGALRM, end)
@@ -154,13 +187,23 @@ def _time_limit(seconds: float) -> Iterator[None]:
     except (KeyboardInterrupt, LoadError) as problem:
         if not is_over:
             raise
-        raise _TimeIsOver(
-            f"The server is too slow to be estimated within {seconds:g} s. Give more time, such as "
-            f"--seconds {seconds * MORE_TIME:g}."
-        ) from problem
+        raise _TimeIsOver(_too_slow_words(seconds, disturbance)) from problem
     finally:
         _stop_clock()
         signal.signal(signal.SIGALRM, previous_handler)
+
+
+def _too_slow_words(seconds: float, disturbance: Disturbance | None) -> str:
+    """Return that the server could not be estimated in time, which program took its cores, and what
+    helps."""
+    too_slow = f"The server is too slow to be estimated within {seconds:g} s"
+    more_time = f"more time, such as --seconds {seconds * MORE_TIME:g}"
+    if disturbance is None or not disturbance.is_disturbed:
+        return f"{too_slow}. Give {more_time}."
+    cause = f"{too_slow}: {disturbance_in_words(disturbance)}."
+    if disturbance.who in (HYPERVISOR, CPU_QUOTA):
+        return f"{cause} Give {more_time}."
+    return f"{cause} What helps: {REMEDIES['other_processes']}, or {more_time}."
 
 
 def _stop_clock() -> None:
@@ -169,10 +212,7 @@ def _stop_clock() -> None:
 
 def _slo_of(options: QuickOptions) -> Slo:
     """Return the SLO of --slo. Raises LoadError for an SLO without a limit on latency."""
-    try:
-        slo = parse_slo(options.slo)
-    except ValueError as problem:
-        raise LoadError(f"--slo {problem}") from None
+    slo = parse_slo_option(options.slo)
     if not slo.limits:
         raise LoadError(
             f"--slo {options.slo!r} has no latency limit: without one, no rate is too high. Give "

@@ -43,12 +43,12 @@ def _report(options: ReportOptions) -> None:
     crossover report runs/ID --check "1b:capacity>=0.5"     # status 0 or 1
     """
     # Imported here, so that --help is quick.
+    from crossover.loadtests.load_generator.load_options import parse_slo_option
     from crossover.reports.answers.check_conditions import check_condition
     from crossover.reports.answers.first_screen import first_screen_of
     from crossover.reports.answers.model_answers import answers_of
     from crossover.reports.render.json_and_csv import as_json
     from crossover.reports.report_data import read_report
-    from crossover.serving.capacity.slo import SLO_PRESETS
 
     formats = _formats(options)
     if options.share is not None:
@@ -58,12 +58,8 @@ def _report(options: ReportOptions) -> None:
         for line in export(options.run, options.share):
             typer.echo(line)
         return
-    if options.slo is not None and options.slo not in SLO_PRESETS:
-        raise ReportError(
-            f"SLO preset {options.slo!r} does not exist. Available presets: "
-            f"{', '.join(SLO_PRESETS)}"
-        )
-    data = read_report(options.run, SLO_PRESETS[options.slo] if options.slo else None)
+    slo = None if options.slo is None else parse_slo_option(options.slo)
+    data = read_report(options.run, slo)
     answers = answers_of(data)
     if options.as_json:
         typer.echo(as_json(data, answers).decode(), nl=False)

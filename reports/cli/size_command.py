@@ -21,7 +21,6 @@ from crossover.reports.cli.plan_command import (
     own_tables,
 )
 from crossover.reports.errors import ReportError
-from crossover.serving.capacity.slo import parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Count
 
@@ -57,6 +56,7 @@ def _size(options: SizeOptions) -> None:
     """
     # Imported here, so that --help is quick.
     from crossover.loadtests.campaign.progress import Progress
+    from crossover.loadtests.load_generator.load_options import parse_slo_option
     from crossover.reports.plan.sizing import DEFAULT_DEVICES, size
     from crossover.reports.plan.tasks import task_named
     from crossover.reports.render import size_text
@@ -66,10 +66,7 @@ def _size(options: SizeOptions) -> None:
         raise ReportError(
             "--models names no model. Give names of `crossover models list`, such as 1b,8b."
         )
-    try:
-        slo = None if options.slo is None else parse_slo(options.slo)
-    except ValueError as problem:
-        raise ReportError(f"--slo {problem}") from None
+    slo = None if options.slo is None else parse_slo_option(options.slo)
     machines = own_tables(options.run or [], options.price, options.machine or [])
     machines += measured_tables(options.machines or [])
     with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():

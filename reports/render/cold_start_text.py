@@ -22,15 +22,15 @@ def cold_start_table(cold_starts: Sequence[ColdStart]) -> Table:
     )
 
 
-def cold_start_sentences(cold_starts: Sequence[ColdStart]) -> Iterator[str]:
+def cold_start_sentences(cold_starts: Sequence[ColdStart], unit_rate: float) -> Iterator[str]:
     """Yield what your machine serves while rented ones start, and what the columns mean; nothing if
-    there are no cold starts."""
+    there are no cold starts. Rates are in the unit of `unit_rate`."""
     if not cold_starts:
         return
     bridged = [start for start in cold_starts if start.bridge and start.bridged_share is not None]
     machines_by_words: dict[tuple[str, str], list[str]] = {}
     for start in bridged:
-        rate = formatting.requests(start.bridge_rate, rounded="down")
+        rate = formatting.requests(start.bridge_rate, rounded="down", like=unit_rate)
         waits = (
             "nobody waits for a start"
             if not start.bridged_share

@@ -23,8 +23,12 @@ class _Row(NamedTuple):
     model: MixedModel
 
 
-def mix_table(mixes: Sequence[Mix]) -> Table:
-    """Return a row for each model on each machine."""
+def mix_table(mixes: Sequence[Mix], unit_rate: float) -> Table:
+    """Return a row for each model on each machine, with rates in the unit of `unit_rate`."""
+
+    def rate_words(rate: float | None) -> str:
+        return formatting.rate(rate, like=unit_rate) if rate else NO_ANSWER
+
     rows = [
         _Row("" if number else mix.machine, model)
         for mix in mixes
@@ -34,8 +38,8 @@ def mix_table(mixes: Sequence[Mix]) -> Table:
         rows,
         Column("several models on", "text", lambda row: row.machine),
         Column("model", "text", lambda row: f"{row.model.model} {row.model.weight_format}"),
-        Column("alone", "number", lambda row: _rate(row.model.unshared_rate)),
-        Column("with the others", "number", lambda row: _rate(row.model.rate)),
+        Column("alone", "number", lambda row: rate_words(row.model.unshared_rate)),
+        Column("with the others", "number", lambda row: rate_words(row.model.rate)),
         Column("of that alone", "share", lambda row: row.model.kept_share, missing=NO_ANSWER),
         Column("its steps take", "number", lambda row: _times(row.model.slowdown)),
     )
@@ -159,10 +163,6 @@ def model_sentences(plan: CostPlan) -> Iterator[str]:
             f"{slo_words(model.slo)}. Lengths: {model.lengths}. Weights: {model.weight_format} on "
             f"CPUs, {plan.gpu_format} on GPUs, unless they were measured."
         )
-
-
-def _rate(rate: float | None) -> str:
-    return formatting.rate(rate) if rate else NO_ANSWER
 
 
 def _times(factor: float | None) -> str:

@@ -47,8 +47,11 @@ def as_text(plan: CostPlan, columns: int = 100) -> str:
         for table, texts in (
             (options_table(plan), ()),
             (comparison_table(plan), ()),
-            (cold_start_table(plan.cold_starts), cold_start_sentences(plan.cold_starts)),
-            (mix_table(plan.mixes_to_show), mix_sentences(plan)),
+            (
+                cold_start_table(plan.cold_starts),
+                cold_start_sentences(plan.cold_starts, plan.peak_rate),
+            ),
+            (mix_table(plan.mixes_to_show, plan.peak_rate), mix_sentences(plan)),
             (
                 alternatives_table(plan.mix_alternatives),
                 alternatives_sentences(plan.mix_alternatives),

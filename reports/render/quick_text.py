@@ -48,12 +48,12 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
         is_unloaded = capacity is not None and capacity.state == "misses_slo_unloaded"
         is_measured = is_unloaded or answer.binding.kind == "other_processes"
         method = "measured" if is_measured else "simulated"
-        yield "Binding limit", sentence_of(answer.binding), method
+        yield "Binding limit", sentence_of(answer.binding, answer.unit_rate), method
     gpu = answer.takeover
     if gpu.name is None:
         yield "Takeover GPU", gpu.reason, ""
     else:
-        rate = formatting.of_requests(formatting.rate(gpu.rate))
+        rate = formatting.requests(gpu.rate, like=answer.unit_rate)
         price = formatting.dollars_per_hour(gpu.dollars_per_hour)
         words = f"{gpu.name}: {rate}, {price} in {gpu.weight_format}"
         if gpu.narrow_name is not None:

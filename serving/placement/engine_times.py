@@ -4,9 +4,9 @@
     save_times(cache, facts, key, times)                  # CACHE/engine-times.json
     read_table(cache, facts)[key]
 
-The child process measures the backend that would serve: prefill, decode steps of one row, and
-decode steps of all slots. A table is used until the CPU or the version of an engine's library
-changes.
+The child process measures the backend that would serve: prompts of two lengths alone, decode steps
+of one row and of all slots, and a prompt beside decode rows. A table is used until the CPU or the
+version of an engine's library changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,8 @@ from crossover.serving.sampling.step_inputs import Row
 
 PART_SECONDS = 0.5  # time spent measuring each kind of step
 MAX_STEPS = 64  # of each kind
-SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long prompt is used if there is time for it
+SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the second prompt is as long as there is time for
+MIN_LONG_PROMPT = 64  # at least, so that a further token can be told from the pass itself
 TIMEOUT_SECONDS = 300.0  # of the child process that measures one engine
 
 
@@ -42,7 +43,9 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Measured step times of one engine for one model on one machine."""
 
     slots: int
-    prompt_tokens_per_second: float
+    prompt_tokens_per_second: float  # of further tokens of a prompt
+    # Of a prompt beside decode rows, besides its tokens: engines on CPUs read the weights again.
+    pass_seconds: float
     decode_seconds: float  # of a decode step with one row
     decode_slots_seconds: float  # of a decode step with one row per slot
     # Of the CPU time that the engine could have used, the share that other processes took.
@@ -53,6 +56,7 @@ def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
     """Return the step-time model through the two decode times, of one row and of all slots:
 
     seconds = base_seconds + row_seconds * decode rows + prompt_token_seconds * prompt tokens
+              + pass_seconds * (passes - 1)
     """
     row_seconds = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
     row_seconds = min(max(row_seconds, 0.0), times.decode_seconds)  # so that base_seconds >= 0
@@ -60,6 +64,7 @@ def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
         base_seconds=times.decode_seconds - row_seconds,
         row_seconds=row_seconds,
         prompt_token_seconds=1 / times.prompt_tokens_per_second,
+        pass_seconds=times.pass_seconds,
     )
 
 
@@ -136,10 +141,10 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
     tokens_in_slot = [0] * settings.slots
     first_token = 3  # lower ids are usually special tokens
 
-    def run_step(slots: Iterable[int], tokens: int) -> float:
-        """Run a step that appends this many tokens to each of these slots; return its seconds."""
+    def run_step(tokens_of_slots: Mapping[int, int]) -> float:
+        """Run a step that appends so many tokens to each of these slots; return its seconds."""
         rows = []
-        for slot in slots:
+        for slot, tokens in tokens_of_slots.items():
             token_ids = generator.integers(first_token, info.vocabulary, tokens, np.int32)
             rows.append(Row(slot, token_ids, tokens_in_slot[slot], True))
             tokens_in_slot[slot] += tokens
@@ -147,10 +152,11 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
         backend.step(rows)
         return max(clock() - started, 1e-9)
 
-    def prefill(slot: int, tokens: int) -> float:
-        """Run a step with a new prompt in this slot; return its seconds."""
+    def prefill(slot: int, tokens: int, decoding: Iterable[int] = ()) -> float:
+        """Run a step with a new prompt in this slot and a decode row in others; return its
+        seconds."""
         tokens_in_slot[slot] = 0
-        return run_step([slot], tokens)
+        return run_step({slot: tokens, **dict.fromkeys(decoding, 1)})
 
     def lower_quartile(step: Callable[[], float], min_steps: int) -> float:
         """Repeat a step and return the lower quartile of its seconds, since other work on the
@@ -161,22 +167,36 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
             timings.append(step())
         return sorted(timings)[len(timings) // 4]
 
-    # A prompt that takes about PART_SECONDS by the speed of a short one, of SHORT_PROMPT to
-    # LONG_PROMPT tokens.
-    short_seconds = min(prefill(0, SHORT_PROMPT) for _ in range(2))
-    affordable_tokens = SHORT_PROMPT / short_seconds * PART_SECONDS
-    max_tokens = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
-    prompt_tokens = int(min(max_tokens, max(SHORT_PROMPT, affordable_tokens)))
+    # A prompt that takes about PART_SECONDS by the speed of a short one, of MIN_LONG_PROMPT to
+    # LONG_PROMPT tokens, with room for a decode row of each other slot in the same step.
+    other_slots = range(1, settings.slots)
+    max_tokens = min(settings.step_tokens - len(other_slots), settings.context_tokens - 2)
+    max_tokens = max(2, min(LONG_PROMPT, max_tokens))
+    short_tokens = min(SHORT_PROMPT, max_tokens // 2)
+    prefill(0, short_tokens)  # the first step of an engine may take longer
+    short_seconds = lower_quartile(lambda: prefill(0, short_tokens), 2)
+    affordable_tokens = short_tokens / short_seconds * PART_SECONDS
+    prompt_tokens = int(min(max_tokens, max(MIN_LONG_PROMPT, affordable_tokens)))
     prompt_seconds = lower_quartile(lambda: prefill(0, prompt_tokens), 1)
+    further_seconds = (prompt_seconds - short_seconds) / (prompt_tokens - short_tokens)
+    token_seconds = min(max(further_seconds, 1e-9), prompt_seconds / prompt_tokens)
     # The other slots need some context for the decode steps: together as many tokens as the prompt.
-    for slot in range(1, settings.slots):
+    for slot in other_slots:
         prefill(slot, max(4, prompt_tokens // settings.slots))
-    return EngineTimes(
+    every_slot = dict.fromkeys(range(settings.slots), 1)
+    times = EngineTimes(
         slots=settings.slots,
-        prompt_tokens_per_second=prompt_tokens / prompt_seconds,
-        decode_seconds=lower_quartile(lambda: run_step([0], 1), 4),
-        decode_slots_seconds=lower_quartile(lambda: run_step(range(settings.slots), 1), 4),
+        prompt_tokens_per_second=1 / token_seconds,
+        pass_seconds=0.0,
+        decode_seconds=lower_quartile(lambda: run_step({0: 1}), 4),
+        decode_slots_seconds=lower_quartile(lambda: run_step(every_slot), 4),
     )
+    if not other_slots:  # a prompt is never beside decode rows
+        return times
+    mixed_seconds = lower_quartile(lambda: prefill(0, prompt_tokens, other_slots), 1)
+    in_one_pass = step_times_of_timings(times).seconds(len(other_slots), prompt_tokens, 0)
+    pass_seconds = max(0.0, mixed_seconds - in_one_pass)
+    return msgspec.structs.replace(times, pass_seconds=pass_seconds)
 
 
 def _cpu_seconds() -> tuple[float, float]:

@@ -20,13 +20,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from crossover.models.errors import CrossoverError
-from crossover.models.formatting import count, duration, of_requests, rate, share, significant
+from crossover.models.formatting import (
+    common_unit_rate,
+    count,
+    duration,
+    rate,
+    requests,
+    share,
+    significant,
+)
 from crossover.models.identity.identify_model import identify
 from crossover.models.identity.resolve_model import find_files
 from crossover.models.shape.model_spec import ModelSpec
@@ -54,6 +62,7 @@ from crossover.serving.capacity.slot_count import MIN_GAIN, SlotsChoice, best_sl
 from crossover.serving.hardware.cpu_topology import SHARED_CORES
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.engine_times import (
+    LONG_PROMPT,
     EngineTimes,
     measured_times,
     read_table,
@@ -193,12 +202,17 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fastest_backend(
-    question: EngineQuestion, facts: HardwareFacts, say: Say, progress: Progress
+    question: EngineQuestion,
+    facts: HardwareFacts,
+    say: Say,
+    progress: Progress,
+    unit_rate_of: Callable[[Iterable[float]], float | None] = common_unit_rate,
 ) -> EngineChoice:
     """Return the best engine for the question.
 
     This takes several seconds for each engine that has not been measured on this machine yet.
     `say` is called with a sentence for each engine that was measured, `progress` meanwhile.
+    `unit_rate_of`: returns the rate in whose unit the capacities are written.
 
     Raises NoPlacement if no engine can run the model on this machine.
     """
@@ -220,12 +234,13 @@ def fastest_backend(
         reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
     best = ranking[0]
-    reason, slots = _reason(question, best, candidates), None
+    unit_rate = unit_rate_of([candidate.rate for candidate in candidates])
+    reason, slots = _reason(question, best, candidates, unit_rate), None
     if best.times is not None and best.rate and question.request.settings.slots is None:
         chosen = _slots_of(question, best, best.times, facts)
         slots = chosen.slots
         if slots != chosen.present_slots:
-            reason += f"; with {slots} slots {_slots_reason(chosen, _unit_rate(candidates))}"
+            reason += f"; with {slots} slots {_slots_reason(chosen, unit_rate)}"
     return EngineChoice(
         best.backend, best.weight_format, reason, tuple(candidates), best.threads, slots
     )
@@ -246,12 +261,7 @@ def _slots_of(
     )
 
 
-def _unit_rate(candidates: Sequence[EngineCandidate]) -> float:
-    """Return the rate whose unit suits all capacities of a sentence."""
-    return min((candidate.rate for candidate in candidates if candidate.rate), default=0.0)
-
-
-def _slots_reason(chosen: SlotsChoice, unit_rate: float) -> str:
+def _slots_reason(chosen: SlotsChoice, unit_rate: float | None) -> str:
     """Return what the chosen slots give."""
     if chosen.gain < MIN_GAIN:
         return "it carries as much and keeps more histories of conversations"
@@ -311,14 +321,16 @@ def rank(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[Engine
 
 
 def _reason(
-    question: EngineQuestion, best: EngineCandidate, candidates: Sequence[EngineCandidate]
+    question: EngineQuestion,
+    best: EngineCandidate,
+    candidates: Sequence[EngineCandidate],
+    unit_rate: float | None,
 ) -> str:
     """Return why this engine was chosen, in one sentence with the workload, the SLO and the
     capacities of all candidates."""
     if len(candidates) == 1:
         return f"{best.name} is the only engine of the CPU that runs it"
     rates = [candidate.rate for candidate in candidates if candidate.rate]
-    unit_rate = _unit_rate(candidates)
     descriptions: list[str] = []
     for candidate in candidates:
         result = candidate.why_not or _capacity_text(candidate.capacity, unit_rate)
@@ -344,13 +356,13 @@ def _reason(
     return text
 
 
-def _capacity_text(simulated: SimulatedCapacity | None, unit_rate: float) -> str:
-    """Return the capacity with its unit, which is the one that suits `unit_rate` (requests/s)."""
+def _capacity_text(simulated: SimulatedCapacity | None, unit_rate: float | None) -> str:
+    """Return the capacity, in the unit that suits `unit_rate` (requests/s)."""
     if simulated is None:
         return "not measured"
     if not simulated.rate:
         return "misses the SLO unloaded"
-    return of_requests(rate(simulated.rate, like=unit_rate))
+    return requests(simulated.rate, like=unit_rate)
 
 
 def known_times(
@@ -438,11 +450,12 @@ def _with_times(
         return weights / measured_weights
 
     # Prefill is compute-bound, so its time follows the active parameters. Decode is memory-bound,
-    # so its time follows the bytes of the weights that a step reads.
+    # so its time follows the bytes of the weights that a step reads, and so does a further pass.
     compute_ratio = spec.active_parameters / measured_model.active_parameters
     times = EngineTimes(
         slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / compute_ratio,
+        pass_seconds=times.pass_seconds * weight_ratio(LONG_PROMPT),
         decode_seconds=times.decode_seconds * weight_ratio(1),
         decode_slots_seconds=times.decode_slots_seconds * weight_ratio(times.slots),
     )

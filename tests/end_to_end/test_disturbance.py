@@ -17,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from crossover import cli
 from crossover.loadtests.campaign import next_measurement
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.campaign_runner import run
@@ -34,6 +36,7 @@ from crossover.loadtests.records.journal_events import (
 )
 from crossover.loadtests.records.run_folder import read_records
 from crossover.reports.answers.report_warnings import alerts_of
+from crossover.reports.cli import quick_command
 from crossover.reports.report_data import read_report
 from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
@@ -159,6 +162,65 @@ def wait_for_level(out: Path, number: int) -> None:
             if len(levels) >= number:
                 return
         time.sleep(0.1)
+
+
+# A server that computes 50 ms for each token, on the core that its first argument names.
+SLOW_SERVER = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+os.sched_setaffinity(0, {int(sys.argv[1])})
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, kind):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
+    def do_GET(self):
+        self.answer("application/json")
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer("text/event-stream")
+        for _ in range(body["max_tokens"]):
+            until = time.process_time() + 0.05
+            while time.process_time() < until:
+                pass
+            self.wfile.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\\n\\n')
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.usefixtures("quiet_cores")
+def test_quick_names_the_program_beside_which_a_server_was_too_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_command, "MIN_SECONDS", 0.0)
+    core = divide_cores(allowed_cores(), 1).engine[0]
+    command = [sys.executable, "-c", SLOW_SERVER, str(core)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
+        busy = hog(1)
+        try:
+            assert server.stdout is not None
+            words = ["quick", server.stdout.readline().strip(), "--seconds", "12"]
+            result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path)])
+        finally:
+            os.kill(busy, signal.SIGKILL)
+            server.kill()
+    text = str(result.exception)
+    assert result.exit_code != 0 and "too slow to be estimated within 12 s: " in text
+    assert re.search(DISTURBER, text) and f"(pid {busy})" in text
+    assert "ending them" in text and "--seconds 48" in text
 
 
 def processes_beside(folder: Path) -> set[int]:

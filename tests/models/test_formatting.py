@@ -22,8 +22,8 @@ EXPECTED: dict[str, list[tuple[Any, str]]] = {
     ],
     "requests": [
         *((0.0, "0 requests/s"), (2.4, "2.4 requests/s"), (0.57, "34 requests a minute")),
-        *((0.0999, "360 requests an hour"), (0.044, "160 requests an hour")),
-        *((1 / 60, "60 requests an hour"), (0.0002, "0.72 requests an hour")),
+        *((0.0999, "6.0 requests a minute"), (0.044, "2.6 requests a minute")),
+        *((1 / 60, "1.0 requests a minute"), (0.0002, "0.72 requests an hour")),
     ],
     "rate": [(2.4, "2.4/s"), (0.57, "34 a minute"), (0.0125, "45 an hour")],
     "load": [
@@ -33,14 +33,15 @@ EXPECTED: dict[str, list[tuple[Any, str]]] = {
         (None, "single stream"),
     ],
     "rate_interval": [
-        *(((1.71, 1.943), "1.7–2.0/s"), ((None, 0.05), "below 180 an hour")),
+        *(((1.71, 1.943), "1.7–2.0/s"), ((None, 0.05), "below 3.0 a minute")),
         *(((0.559, None), "above 33 a minute"), ((None, None), NOT_MEASURED)),
     ],
     "rate_with_interval": [
         *(((1.824, 1.71, 1.943), "1.8/s (1.7–2.0)"), ((1.8, 1.71, None), "above 1.7/s")),
         # In the unit of its rate.
-        ((0.044, 0.029, 0.13), "160 an hour (100–470)"),
+        ((0.0044, 0.0029, 0.13), "16 an hour (10–470)"),
         *(((0.5, 0.4, 2.0), "30 a minute (24–120)"), ((None, None, None), NOT_MEASURED)),
+        ((1.2, None, None, 0.5), "72 a minute"),
     ],
     "size": [
         *((0, "0 B"), (1536, "1.5 KiB"), (400 << 20, "400 MiB"), (1023 << 20, "1023 MiB")),
@@ -64,6 +65,19 @@ def test_numbers_are_formatted(name: str) -> None:
     for given_, text in EXPECTED[name]:
         arguments = given_ if isinstance(given_, tuple) else (given_,)
         assert getattr(formatting, name)(*arguments) == text
+
+
+def test_a_log_keeps_the_unit_of_its_first_rates() -> None:
+    units = formatting.RateUnits()
+    assert units.keep("cpu") is None and units.keep("cpu", [0.0, None]) is None
+    assert formatting.rate(0.147, like=units.keep("cpu", [1.3, 1.2])) == "0.15/s"
+    assert formatting.rate(1.3, like=units.keep("gpu", [0.147, 0.62])) == "78 a minute"
+    assert formatting.rate(0.147, like=units.keep("cpu", [0.147])) == "0.15/s"
+    several = formatting.RateUnits()
+    several.devices_with_several.add("cpu")  # a larger model may follow
+    assert formatting.rate(1.3, like=several.keep("cpu", [1.3])) == "78 a minute"
+    several.devices_with_several.add("gpu")
+    assert formatting.rate(120.0, like=several.keep("gpu", [120.0])) == "120/s"
 
 
 def test_a_bound_is_rounded_to_its_own_side() -> None:

@@ -85,6 +85,6 @@ def test_single_requests_are_stated_at_the_mean_and_the_longest_prompt() -> None
 
 def test_the_words_of_a_choice_have_one_unit() -> None:
     choice = SlotsChosen(cell="c", slots=64, rate=1.2, previous_slots=16, previous_rate=0.75)
-    assert slots_words(choice).startswith(
+    assert slots_words(choice, 0.5).startswith(
         "by the step times it carries 72 requests a minute with 64 slots, in place of 45 a minute"
     )

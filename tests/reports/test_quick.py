@@ -34,7 +34,7 @@ from crossover.serving.capacity.simulated_capacity import Demand, ServerModel
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
-from tests.loadtests.campaign.simulated import Simulated
+from tests.loadtests.campaign.simulated import Simulated, rate_units_in
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.loadtests.load_generator.scripted_endpoint import (
     ReceivedRequest,
@@ -80,6 +80,7 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert answer.binding is not None and answer.binding.lifted_rate is not None
     assert answer.takeover.name is not None and answer.takeover.dollars_per_hour is not None
     text, block = "\n".join(lines_of(answer)), markdown_of(answer)
+    assert len(rate_units_in(simulated.output.getvalue() + text)) == 1
     single = answer.single_request
     assert single is not None and single.measured_ratio == pytest.approx(1.0, abs=0.1)
     assert f"at the longest of {single.longest_prompt_tokens}; TPOT" in text
@@ -112,6 +113,7 @@ def test_beside_another_process_the_idle_machine_is_estimated_in_the_same_time(
     assert answer.binding is None or answer.binding.kind != "other_processes"
     (note,) = [note for note in answer.notes if "of this machine alone" in note]
     assert f"other processes took {share:.0%}" in note and note in "\n".join(lines_of(answer))
+    assert note.endswith("Most of it went to `hog` (pid 7).")
 
 
 def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:

@@ -278,7 +278,13 @@ def test_the_command_writes_the_requested_files_and_exits_by_the_checks(tmp_path
         done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
     )
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
-    assert "SLO preset 'fast' does not exist" in command("report", folder, "--slo", "fast")[1]
+    for slo, message in (
+        ("fast", "--slo SLO preset 'fast' does not exist. Available presets: chat, "),
+        ("ttft=x", "--slo 'ttft=x': ttft must be a number, got 'x'"),
+    ):
+        assert message in command("report", folder, "--slo", slo)[1]
+    status, output = command("report", folder, "--slo", "ttft=30,target=0.8", "--json")
+    assert status == 0 and json.loads(output)["slo"]["ttft_seconds"] == 30.0
 
 
 def test_a_configuration_skipped_and_then_interrupted_is_reported_as_interrupted(

@@ -11,6 +11,7 @@ added to the clock.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -123,6 +124,11 @@ class Serves(Protocol):
 
 class Killed(BaseException):
     """The runner's process is gone: it writes nothing any more."""
+
+
+def rate_units_in(text: str) -> set[str]:
+    """Return the units of all rates in a text, such as `/s` of `1.8 requests/s`."""
+    return set(re.findall(r"\d(?: requests| conversations)?(/s| a minute| an hour)\b", text))
 
 
 @dataclass

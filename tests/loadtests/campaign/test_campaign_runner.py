@@ -249,6 +249,26 @@ def test_a_killed_confirmation_is_gone_on_with_and_shown_as_it_stands(
     assert [one.capacity.is_confirmed for one in found] == [False, True]
 
 
+def test_only_what_can_be_confirmed_is_offered_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed after its single streams has no estimate, and simply goes on; one
+    without a step-time model has ended without an estimate."""
+    world = Simulated()
+    with killed_after(monkeypatch, 5):
+        world.run(campaign(), tmp_path / "killed")
+    (folder,) = (tmp_path / "killed").iterdir()
+    assert kinds(folder)[-1] == "level_finished"
+    shown = StringIO()
+    show_run(folder, Console(file=shown, width=160))
+    assert "single stream" in shown.getvalue() and "--confirm" not in shown.getvalue()
+    by_levels = Simulated(chunk=4).run(campaign(search="confirm = 0"), tmp_path / "by-levels")
+    shown = StringIO()
+    show_run(by_levels, Console(file=shown, width=500))
+    assert f": crossover campaign resume {by_levels} --confirm" in shown.getvalue()
+    assert "To confirm a rate, which takes about " in shown.getvalue()
+
+
 def test_cells_are_measured_in_blocks_each_on_a_server_of_its_own(tmp_path: Path) -> None:
     world = Simulated()
     folder = world.run(campaign(1800, models=TWO, starts=2), tmp_path)

@@ -42,7 +42,7 @@ from crossover.serving.capacity.simulated_capacity import (
 )
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
+from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after, rate_units_in
 from tests.loadtests.capacity import few_requests
 from tests.loadtests.capacity.known_server import KnownServer
 
@@ -96,10 +96,7 @@ def test_single_streams_bursts_step_times_and_the_confirming_level(tmp_path: Pat
     )
     for part in parts:
         assert part in world.output.getvalue(), part
-    units = [
-        " a minute" in line for line in world.output.getvalue().splitlines() if "capacity " in line
-    ]
-    assert len(set(units)) == 1, "the rates of a cell are read in one unit"
+    assert len(rate_units_in(world.output.getvalue())) == 1, world.output.getvalue()
 
 
 def test_missing_the_slo_unloaded_takes_two_starts_and_ends_the_configuration(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from crossover.loadtests.campaign.auto_models import REFERENCE_MODEL, models_around_limit
 from crossover.loadtests.campaign.campaign_file import (
@@ -17,11 +18,14 @@ from crossover.loadtests.campaign.campaign_file import (
     parse_campaign,
     read_campaign,
 )
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.cell_selection import (
     layout_of,
     question_of,
     why_not,
 )
+from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
 from crossover.loadtests.campaign.server_launch import serve_command
 from crossover.loadtests.campaign.time_budget import cells_to_confirm, share_budget
@@ -35,7 +39,7 @@ from crossover.serving.placement.engine_times import (
     step_times_of_timings,
 )
 from crossover.serving.placement.fastest_backend import BEST, EngineCandidate
-from tests.loadtests.campaign.simulated import Simulated, killed_after, on_machine
+from tests.loadtests.campaign.simulated import Simulated, killed_after, on_machine, rate_units_in
 from tests.tools.made_up_machines import FACTS
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
@@ -105,6 +109,7 @@ def times(speed: float = 1.0) -> EngineTimes:
     return EngineTimes(
         slots=8,
         prompt_tokens_per_second=130.0 * speed,
+        pass_seconds=0.0,
         decode_seconds=0.025 / speed,
         decode_slots_seconds=0.120 / speed,
     )
@@ -196,6 +201,21 @@ def test_the_fastest_engine_is_the_one_with_the_highest_capacity(
     assert words[words.index("--threads") + 1] == "7"
     (limited,) = on_machine(plan_of(kept, '["135m"]\nformats = ["Q4_0", "int4"]')).cells
     assert limited.key == "smollm2-135m-best"
+
+
+@pytest.mark.parametrize("models", ['["135m"]', '["135m", "1b"]', '["auto"]'])
+def test_rates_keep_their_unit_from_the_choice_of_an_engine_to_the_table(
+    models: str, kept: Path, tmp_path: Path
+) -> None:
+    """By the saved times the engines serve less than ten a minute, and then more is measured."""
+    world, progress = Simulated(facts=FACTS, base=0.004, row=0.001, prompt=0.0003), StringIO()
+    plan, shown = plan_of(kept, models), StringIO()
+    with Progress(progress) as log:
+        folder = run(plan, tmp_path / "runs", log, command=["test"], dependencies=world.world)
+        show_run(folder, Console(file=shown, width=200), rate_units=log.rate_units)
+    text = progress.getvalue() + world.output.getvalue() + shown.getvalue()
+    assert "best engine by its step times" in text and "estimated capacity" in text
+    assert len(rate_units_in(text)) == 1, text
 
 
 def test_a_run_that_was_killed_goes_on_with_the_engine_it_chose(

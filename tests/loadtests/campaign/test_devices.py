@@ -253,6 +253,7 @@ def with_times(cache: Path, speed: float, facts: HardwareFacts) -> None:
     times = EngineTimes(
         slots=8,
         prompt_tokens_per_second=130.0 * speed,
+        pass_seconds=0.0,
         decode_seconds=0.025 / speed,
         decode_slots_seconds=0.120 / speed,
     )

@@ -48,7 +48,7 @@ STEP_TIMES: dict[str, Any] = {
                 low=0.05,
                 high=0.066,
             ),
-            "confirmed 160 an hour, estimated capacity 210 an hour (180–240)",
+            "confirmed 2.7 a minute, estimated capacity 3.4 a minute (3.0–4.0)",
         ),
         (
             Capacity(state="confirmed", confirmed_rate=2.0, low=2.0, estimated_rate=2.2, high=2.5),
@@ -108,7 +108,7 @@ def test_capacities_side_by_side_are_read_in_one_unit() -> None:
     )
     words = capacity_in_words(Capacity(state="confirmed", confirmed_rate=2.19, **STEP_TIMES), like)
     assert words == "confirmed 130 a minute, estimated capacity 150 a minute (120–180)"
-    for rates, unit in (((43.0, 2.4), "43/s"), ((0.12, 0.011), "430 an hour"), ((), "34 a minute")):
+    for rates, unit in (((43.0, 2.4), "43/s"), ((0.012, 0.011), "43 an hour"), ((), "34 a minute")):
         like = common_rate([Capacity(state="confirmed", confirmed_rate=one) for one in rates])
         assert formatting.rate(next(iter(rates), 0.57), like=like) == unit
 

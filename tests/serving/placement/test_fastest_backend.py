@@ -26,6 +26,7 @@ from crossover.serving.placement.engine_times import (
     measured_times,
     read_table,
     save_times,
+    step_times_of_timings,
     table_path,
 )
 from crossover.serving.placement.engines import Wanted
@@ -38,6 +39,7 @@ from crossover.serving.placement.fastest_backend import (
 from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest
 from crossover.serving.sampling.step_inputs import Row, Sampled
 from crossover.serving.workload.request_lengths import Workload
+from tests.loadtests.campaign.simulated import rate_units_in
 from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 
@@ -54,6 +56,7 @@ def times(seconds: float) -> EngineTimes:
     return EngineTimes(
         slots=8,
         prompt_tokens_per_second=1 / seconds,
+        pass_seconds=0.0,
         decode_seconds=seconds,
         decode_slots_seconds=seconds,
     )
@@ -132,6 +135,7 @@ def test_slots_that_are_not_set_are_those_with_the_highest_capacity(tmp_path: Pa
     choice = chosen(tmp_path, slots=None)
     assert (choice.backend, choice.slots) == ("onnx", 64)
     assert "; with 64 slots it carries " in choice.reason
+    assert len(rate_units_in(choice.reason)) == 1  # this line is in the log of `serve` too
     small = chosen(tmp_path, slots=None, memory_bytes=3 << 30)
     assert small.slots == 32 < 64, "a quarter of the memory"
     assert chosen(tmp_path, slots=8).slots is None, "the user's number stays"
@@ -327,8 +331,9 @@ def test_a_table_of_another_machine_or_that_is_broken_is_void(cache: Path) -> No
 
 
 class Scripted:
-    """A backend on a clock of its own: a step takes 2 ms, 1 ms a decode row, 0.5 ms a prompt token;
-    every fifth step the machine does something else for 50 ms.
+    """A backend on a clock of its own: a step takes 2 ms for its decode rows and 2 ms for each
+    prompt, which is a pass of its own, 1 ms a decode row, and 0.5 ms a prompt token; every fifth
+    step the machine does something else for 50 ms.
     """
 
     def __init__(self, slots: int, step_tokens: int = 512) -> None:
@@ -339,7 +344,9 @@ class Scripted:
         self.info = BackendInfo("", "cpu", "", settings, 300, "")
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        self.now += 0.002 + (0.050 if self.steps % 5 == 4 else 0.0)
+        lengths = [len(row.tokens) for row in rows]
+        passes = (1 in lengths) + sum(length > 1 for length in lengths)
+        self.now += 0.002 * passes + (0.050 if self.steps % 5 == 4 else 0.0)
         self.steps += 1
         for row in rows:
             assert row.start <= self.cached[row.slot] and row.tokens.max() < self.info.vocabulary
@@ -356,10 +363,21 @@ def test_the_times_are_those_of_the_script(slots: int) -> None:
     found = measure(backend, clock=lambda: backend.now)  # type: ignore[arg-type]
     assert found == EngineTimes(
         slots=slots,
-        prompt_tokens_per_second=pytest.approx(256 / (0.002 + 256 * 0.0005)),
+        prompt_tokens_per_second=pytest.approx(1 / 0.0005),
+        pass_seconds=pytest.approx(0.0 if slots == 1 else 0.002),
         decode_seconds=pytest.approx(0.003),
         decode_slots_seconds=pytest.approx(0.002 + slots * 0.001),
     )
+
+
+@pytest.mark.parametrize("prompt_tokens", [8, 32, 256])
+def test_a_prompt_beside_decode_rows_takes_as_long_as_it_took(prompt_tokens: int) -> None:
+    """Its pass over the weights counts too, which a piece of a few tokens mostly consists of."""
+    backend = Scripted(8)
+    times = measure(backend, lambda: backend.now)  # type: ignore[arg-type]
+    expected = 2 * 0.002 + 7 * 0.001 + prompt_tokens * 0.0005
+    seconds = step_times_of_timings(times).seconds(7, prompt_tokens, 0, passes=2)
+    assert seconds == pytest.approx(expected)
 
 
 def test_a_slow_engine_is_measured_in_little_time_all_the_same(
@@ -368,7 +386,7 @@ def test_a_slow_engine_is_measured_in_little_time_all_the_same(
     backend = Scripted(16, step_tokens=32)
     monkeypatch.setattr("crossover.serving.placement.engine_times.PART_SECONDS", 0.01)
     measure(backend, lambda: backend.now)  # type: ignore[arg-type]
-    assert backend.longest == 16 and max(backend.cached[1:]) < 64
+    assert backend.longest == 17 and max(backend.cached[1:]) < 64
 
 
 def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
         times = EngineTimes(
             slots=16,
             prompt_tokens_per_second=1 / seconds,
+            pass_seconds=0.0,
             decode_seconds=seconds,
             decode_slots_seconds=seconds,
         )

@@ -42,6 +42,7 @@ def machine(tmp_path: Path) -> Host:
         times = EngineTimes(
             slots=16,
             prompt_tokens_per_second=1 / seconds,
+            pass_seconds=0.0,
             decode_seconds=seconds,
             decode_slots_seconds=seconds,
         )
