@@ -71,8 +71,8 @@ class EngineEvent(msgspec.Struct, frozen=True):
     """Something that happened to an engine."""
 
     unix_seconds: float
-    # started, ready, late, standby, died, restarting, fell_back, returning, returned, failed, draining,
-    # stopped, unloaded
+    # started, ready, late, standby, died, restarting, fell_back, returning, returned, failed,
+    # draining, stopped, unloaded
     kind: str
     engine: str  # "llama_cpp/cpu"
     message: str
@@ -408,8 +408,7 @@ class Supervisor:
         if self.state != EngineState.loading or not missing_count:
             return False
         waits_until = min(
-            engine.ready_at
-            + max(MIN_WAIT_FOR_OTHERS_SECONDS, engine.ready_at - engine.started_at)
+            engine.ready_at + max(MIN_WAIT_FOR_OTHERS_SECONDS, engine.ready_at - engine.started_at)
             for engine in serving
             if engine.ready_at is not None
         )
