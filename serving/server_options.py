@@ -59,6 +59,12 @@ class EngineOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown
     standby: Literal["cold", "warm"] = "cold"
 
     @property
+    def are_engines_open(self) -> bool:
+        """Whether the number of engines is chosen. A number of threads is set for one engine, and
+        several have no standby."""
+        return self.engines is None and self.threads is None and self.standby == "cold"
+
+    @property
     def prompt_cache_bytes(self) -> int | None:
         """The size of the prompt cache; 0: there is none; None: placement decides. Raises
         ServingError."""
@@ -164,9 +170,13 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
         slots = DEFAULT_SETTINGS["cpu"].slots
         models = [msgspec.structs.replace(model, slots=model.slots or slots) for model in models]
     if len(models) > 1 or options.memory_limit is not None:
-        # A prompt cache in memory that nobody asked for must not displace another model.
+        # A prompt cache or a second engine that nobody asked for must not displace another model.
         models = [
-            msgspec.structs.replace(model, prompt_cache=model.prompt_cache or NO_PROMPT_CACHE)
+            msgspec.structs.replace(
+                model,
+                prompt_cache=model.prompt_cache or NO_PROMPT_CACHE,
+                engines=model.engines or 1,
+            )
             for model in models
         ]
     return tuple(models)

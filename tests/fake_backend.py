@@ -86,7 +86,7 @@ class FakeOptions(msgspec.Struct, frozen=True):
     vocabulary: int = 8192
     eos_token: int = 0
     eos_every: int | None = None  # draw `eos_token` where the hash is a multiple; None: never
-    # load_oom, load_failed, backend_missing, unsupported;
+    # load_oom, load_failed, backend_missing, unsupported, load_hang (it sleeps and loads nothing);
     # runtime_oom, engine_died, abort, exit, hang, spin (a hang that computes), nan (of the logits)
     fail_cause: str | None = None
     fail_token: int | None = None  # a running failure strikes only where a row holds it
@@ -121,6 +121,8 @@ class FakeBackend:
         if self._failure in _LOAD_FAILURES and self._strikes():
             kind = _LOAD_FAILURES[self._failure]
             raise kind(f"the fake backend was told to fail with {self._failure}")
+        if self._failure == "load_hang" and self._strikes():
+            time.sleep(3600)
         settings = config.settings
         # Hash after each token; [0] is the empty sequence.
         self._kv: list[list[int]] = [[0] for _ in range(settings.slots)]
@@ -251,10 +253,10 @@ class FakeBackend:
     def _strikes(self) -> bool:
         if self._options.fail_once_file is None:
             return True
-        once = Path(self._options.fail_once_file)
-        if once.exists():
+        try:
+            Path(self._options.fail_once_file).touch(exist_ok=False)
+        except FileExistsError:
             return False
-        once.touch()
         return True
 
     def _fail(self) -> None:

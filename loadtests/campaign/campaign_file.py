@@ -185,6 +185,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None  # the endpoint, if the runner does not start a server
     engine: str = ""  # the name of one of the campaign's `engines`
     threads: int | None = None  # chosen with the fastest engine; None: those of the layout
+    # Chosen on a machine with several NUMA nodes: engines that serve from one queue, and the nodes
+    # that they run on together. None: as server.engines says, one node for each.
+    engines: int | None = None
+    nodes: int | None = None
     is_best: bool = False  # the engine is the fastest on the CPU, chosen when the cell starts
     # None for an endpoint or another project's engine, which reports its device; and before a run
     # has begun, if the campaign names no devices.

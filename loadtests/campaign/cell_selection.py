@@ -26,12 +26,22 @@ from crossover.models.identity.identify_model import ModelIdentity
 from crossover.models.identity.resolve_model import find_files
 from crossover.models.machine_limits import cgroup_cores
 from crossover.serving.backends.backend_table import BACKENDS, missing_backends
-from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.capacity.scheduler_settings import (
+    DEFAULT_SETTINGS,
+    RequestedSettings,
+    SchedulerSettings,
+)
 from crossover.serving.errors import ServingError
-from crossover.serving.hardware.cpu_topology import divide_among
+from crossover.serving.hardware.cpu_topology import (
+    Arrangement,
+    CoreSplit,
+    arrangements,
+    split_cores,
+)
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from crossover.serving.placement.engines import Device, Engine, Obstacles, Wanted
-from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend
+from crossover.serving.placement.fastest_backend import BEST, EngineQuestion, fastest_backend
+from crossover.serving.placement.node_splits import SplitOf, fitting_splits
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     max_slots,
@@ -56,7 +66,9 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     if cell.spec is None or backend is None or not backend.has_weights:
         return None
     wanted = _only(placement_policy_of(cell, campaign), cell.backend, cell.weight_format)
-    return _why_not_placed(_placement_request(campaign, cell.model_identity, wanted), facts)
+    settings = settings_of(cell, campaign)
+    request = _placement_request(campaign, cell.model_identity, wanted, settings)
+    return _why_not_placed(request, facts)
 
 
 def fits_in_memory(
@@ -65,7 +77,8 @@ def fits_in_memory(
     """Return whether a model can run on an engine here and fits in its memory, also where the
     campaign does not check the memory."""
     wanted = _only(POLICIES[engine.device], engine.backend, engine.weight_format)
-    request = _placement_request(campaign, model, wanted)
+    settings = campaign.server.settings_on(engine.device)
+    request = _placement_request(campaign, model, wanted, settings)
     return _why_not_placed(msgspec.structs.replace(request, check_memory=True), facts) is None
 
 
@@ -103,13 +116,12 @@ def program_of(command: str) -> str | None:
 
 
 def _placement_request(
-    campaign: Campaign, model: ModelIdentity, wanted: Wanted
+    campaign: Campaign, model: ModelIdentity, wanted: Wanted, settings: RequestedSettings
 ) -> PlacementRequest:
-    device = "gpu" if wanted.policy is Policy.gpu_only else "cpu"
     return PlacementRequest(
         model=model,
         wanted=wanted,
-        settings=campaign.server.settings_on(device),
+        settings=settings,
         weight_bytes=model.weight_bytes,
         prompt_cache_bytes=campaign.server.prompt_cache_bytes,
         check_memory=campaign.server.check_memory,
@@ -127,6 +139,13 @@ def cpu_settings(server: ServerSettings) -> SchedulerSettings:
     return server.filled(DEFAULT_SETTINGS["cpu"])
 
 
+def settings_of(cell: Cell, campaign: Campaign) -> RequestedSettings:
+    """Return the scheduler settings of a cell's server as far as they are set: by the campaign, and
+    the number of engines, if the campaign sets none, as it was chosen."""
+    settings = campaign.server.settings_on(cell.device)
+    return msgspec.structs.replace(settings, engines=settings.engines or cell.engines)
+
+
 def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout:
     """Return how engine, API and load generator share the cores, where the campaign starts the
     server.
@@ -136,16 +155,65 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
     """
     try:
         return divide_cores(
-            usable or allowed_cores(), campaign.server.cores_of(cell.cores), cgroup_cores()
+            usable or allowed_cores(),
+            campaign.server.cores_of(cell.cores),
+            cgroup_cores(),
+            arrangement=Arrangement(settings_of(cell, campaign).engines or 1, cell.nodes),
         )
     except ValueError as problem:
         raise BadCampaign(f"server.cores: {problem}") from problem
 
 
-def engine_threads(cell: Cell, campaign: Campaign, layout: Layout) -> int:
-    """Return the threads of each engine of a cell's server."""
-    engines = campaign.server.settings_on(cell.device).engines or 1
-    return campaign.server.threads or max(1, layout.engine_threads // engines)
+def split_of(cell: Cell, campaign: Campaign, layout: Layout, memory_bytes: int = 0) -> CoreSplit:
+    """Return how a layout's cores are divided among the engines of a cell's server, as `serve` does
+    it. `memory_bytes`: of all engines; 0: not known."""
+    return split_cores(
+        tuple(sorted({*layout.engine, *layout.api})),
+        layout.engine,
+        layout.api,
+        campaign.server.threads or cell.threads,
+        quota=cgroup_cores(),
+        memory_bytes=memory_bytes,
+        engines=settings_of(cell, campaign).engines or 1,
+    )
+
+
+# Engines on NUMA nodes.
+
+
+def _arrangements(campaign: Campaign) -> tuple[Arrangement, ...]:
+    """Return how the engines of a cell may be spread over NUMA nodes: all ways, or as the campaign
+    sets it."""
+    if campaign.server.are_engines_open and campaign.server.cores is None:
+        return arrangements(allowed_cores(), quota=cgroup_cores())
+    return (Arrangement(campaign.server.engines or 1),)
+
+
+def _arranged(cell: Cell, arrangement: Arrangement) -> Cell:
+    engines, nodes = arrangement
+    return msgspec.structs.replace(cell, engines=engines, nodes=nodes)
+
+
+def _split_of(cell: Cell, campaign: Campaign) -> SplitOf:
+    """Return the function that divides the cores for an arrangement of a cell's engines."""
+
+    def split(arrangement: Arrangement, memory_bytes: int) -> CoreSplit:
+        arranged = _arranged(cell, arrangement)
+        return split_of(arranged, campaign, layout_of(arranged, campaign), memory_bytes)
+
+    return split
+
+
+def with_engines(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> Cell:
+    """Return a cell of Crossover's own engines on the CPU with the number of engines that `serve`
+    chooses where no step times are known."""
+    ways = _arrangements(campaign)
+    if len(ways) == 1 or cell.spec is None or cell.backend == BEST:
+        return cell
+    request = _request_with_context(cell, campaign)
+    engine = Engine(cell.backend, cell.weight_format, "cpu")
+    splits = fitting_splits(request, facts, engine, ways, _split_of(cell, campaign))
+    return _arranged(cell, splits[0].arrangement) if splits else cell
 
 
 # The number of slots.
@@ -162,20 +230,25 @@ def slots_at_start(cell: Cell, campaign: Campaign) -> int | None:
     """Return the slots to start the server of a cell with; None: those that `serve` chooses."""
     if are_slots_open(cell, campaign):
         return cell.slots
-    return campaign.server.settings_on(cell.device).slots
+    return settings_of(cell, campaign).slots
 
 
 def max_slots_of(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> int | None:
     """Return the most slots that the memory has room for; None: the slots are not chosen."""
     if not are_slots_open(cell, campaign):
         return None
-    model = cell.model_identity
-    if model.spec is None:  # a model of the hub, whose memory is not known here
+    if cell.spec is None:  # a model of the hub, whose memory is not known here
         return DEFAULT_SETTINGS["cpu"].slots
-    wanted = Wanted(Policy.cpu_only, (cell.backend,))
-    context_tokens = min(campaign.server.context_tokens, model.spec.context)
-    request = with_context(_placement_request(campaign, model, wanted), context_tokens)
+    request = _request_with_context(cell, campaign)
     return max_slots(request, facts, Engine(cell.backend, cell.weight_format, "cpu"))
+
+
+def _request_with_context(cell: Cell, campaign: Campaign) -> PlacementRequest:
+    """Return the request to place a cell on the CPU, with its context set."""
+    wanted = Wanted(Policy.cpu_only, (cell.backend,))
+    request = _placement_request(campaign, cell.model_identity, wanted, settings_of(cell, campaign))
+    context_tokens = min(campaign.server.context_tokens, request.spec.context)
+    return with_context(request, context_tokens)
 
 
 # The fastest engine.
@@ -208,13 +281,15 @@ def fastest_engine(
         weight_format=choice.weight_format,
         threads=choice.threads,
         slots=choice.slots,
+        engines=choice.split.arrangement.engines,
+        nodes=choice.split.arrangement.nodes,
         reason=choice.reason,
     )
 
 
 def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
     """Return the question which CPU engine serves the cell best. A model of the hub is fetched."""
-    server, layout = campaign.server, layout_of(cell, campaign)
+    server = campaign.server
     model = cell.model_identity
     if model.spec is None:  # a model of the hub
         kind = "gguf" if model.kind == "gguf" else "onnx"
@@ -222,9 +297,9 @@ def question_of(cell: Cell, campaign: Campaign) -> EngineQuestion:
         model = msgspec.structs.replace(model, spec=fetched.spec)
     wanted = Wanted(Policy.cpu_only, formats=tuple(campaign.formats))
     return EngineQuestion(
-        request=_placement_request(campaign, model, wanted),
-        threads=engine_threads(cell, campaign, layout),
-        cores=divide_among(server.engines or 1, layout.engine)[0],
+        request=_placement_request(campaign, model, wanted, settings_of(cell, campaign)),
+        split_of=_split_of(cell, campaign),
+        arrangements=_arrangements(campaign),
         are_threads_open=server.threads is None,
         may_measure_reference=True,
         workload=campaign.workload,

@@ -28,7 +28,7 @@ from crossover.loadtests.campaign.campaign_file import (
     ThirdPartyEngine,
     file_name,
 )
-from crossover.loadtests.campaign.cell_selection import layout_of
+from crossover.loadtests.campaign.cell_selection import layout_of, with_engines
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.load_generator.target import Target
@@ -131,7 +131,7 @@ def _own_cells(
             device for device in devices if not is_auto or model.name in names_on[device]
         ]
         own_cells = [
-            _cell_of_own_engine(model, engine, campaign, cores)
+            _cell_of_own_engine(model, engine, campaign, cores, facts)
             for device in own_devices
             for engine in selection.engines_on(device, model, devices)
             for cores in (campaign.server.core_counts if device == "cpu" else [None])
@@ -259,10 +259,14 @@ def cell_of_target(target: Target) -> Cell:
 
 
 def _cell_of_own_engine(
-    model: ModelIdentity, engine: Engine, campaign: Campaign, cores: int | None
+    model: ModelIdentity,
+    engine: Engine,
+    campaign: Campaign,
+    cores: int | None,
+    facts: HardwareFacts,
 ) -> Cell:
     shown_device = engine.device if len(campaign.devices) > 1 else None
-    return Cell(
+    cell = Cell(
         key=_key(model, engine.weight_format, engine.backend, shown_device, cores=cores),
         model=model.name,
         weight_format=engine.weight_format,
@@ -273,6 +277,7 @@ def _cell_of_own_engine(
         is_best=engine.backend == BEST,
         identity=_identity(model),
     )
+    return with_engines(cell, campaign, facts) if engine.device == "cpu" else cell
 
 
 def _cell_of_engine(

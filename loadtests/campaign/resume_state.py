@@ -104,6 +104,8 @@ class CellRecord:
                     weight_format=event.weight_format,
                     threads=event.threads,
                     slots=self.cell.slots or event.slots,
+                    engines=event.engines,
+                    nodes=event.nodes,
                 )
             case journal.SlotsChosen():
                 self.slots_choice = event

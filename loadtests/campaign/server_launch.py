@@ -22,10 +22,11 @@ import msgspec
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, ThirdPartyEngine
 from crossover.loadtests.campaign.cell_selection import (
-    engine_threads,
     layout_of,
     placement_policy_of,
+    settings_of,
     slots_at_start,
+    split_of,
 )
 from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from crossover.loadtests.host.child_processes import Child, last_line
@@ -321,7 +322,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     del server["ready_seconds"], server["gpu"]  # of the campaign, not of `serve`
     options = {
         **server,
-        **msgspec.structs.asdict(campaign.server.settings_on(cell.device)),
+        **msgspec.structs.asdict(settings_of(cell, campaign)),
         "slots": slots_at_start(cell, campaign),
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
@@ -330,7 +331,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": cell.threads or engine_threads(cell, campaign, layout),
+        "threads": split_of(cell, campaign, layout).threads,
         "ready_file": ready_file.absolute(),
         "served_name": None if cell.identity is None else cell.model,
     }

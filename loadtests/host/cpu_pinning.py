@@ -11,7 +11,12 @@ from pathlib import Path
 import msgspec
 
 from crossover.models.machine_limits import ROOT, whole_cores
-from crossover.serving.hardware.cpu_topology import SHARED_CORES, best_engine_cores, physical_of
+from crossover.serving.hardware.cpu_topology import (
+    SHARED_CORES,
+    Arrangement,
+    best_engine_cores,
+    physical_of,
+)
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -29,13 +34,15 @@ def divide_cores(
     engine_cores: int | None = None,
     quota: float | None = None,
     root: Path = ROOT,
+    arrangement: Arrangement = Arrangement(),  # noqa: B008  immutable
 ) -> Layout:
     """Divide the usable logical cores among engine, API and client (the load generator).
 
     `engine_cores`: physical cores of the engine; None: as many as possible of those on which it
     runs best (best_engine_cores). `quota`: the CPU quota in cores; None: none. The engine has a
     thread for each of its physical cores, but not more than the quota's whole cores. Hyper-threads
-    of a physical core stay together.
+    of a physical core stay together. `arrangement`: if it has several engines, the engine's cores
+    are those of all of them.
 
         physical cores   the engine has to itself at most   API and client then get
         1                none                               the core, which all three share
@@ -48,7 +55,8 @@ def divide_cores(
 
     Raises ValueError if the engine cannot have so many cores.
     """
-    best_cores, _ = best_engine_cores(usable, root)
+    engines, nodes = arrangement
+    best_cores, _ = best_engine_cores(usable, root, engines=engines, nodes=nodes)
     best = _physical_cores(best_cores, root)
     physical = best + _physical_cores(tuple(set(usable) - set(best_cores)), root)
     other_cores = 2 if len(physical) >= 4 else 1  # for API and client

@@ -256,6 +256,10 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     reason: str  # includes the estimated capacity of each other engine, or why it cannot be used
     threads: int | None = None  # chosen among several numbers; None: only the default was tried
     slots: int | None = None  # None: as the campaign says, or the default, since nothing was timed
+    # That serve from one queue, and the NUMA nodes that they run on together; None: not recorded,
+    # or the machine has one node.
+    engines: int | None = None
+    nodes: int | None = None
 
 
 class SlotsChosen(Event, frozen=True, kw_only=True):

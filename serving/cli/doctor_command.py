@@ -31,6 +31,7 @@ from crossover.serving.hardware.core_speeds import (
     spread_over_cores,
 )
 from crossover.serving.hardware.cpu_topology import (
+    arrangements,
     best_engine_cores,
     cores_text,
     physical_of,
@@ -318,7 +319,10 @@ def machine_rows(facts: HardwareFacts, root: Path = ROOT) -> Iterator[tuple[str,
     yield "cores", f"{cores}; this process may use {cores_text(allowed)}{quota_text}"
     if nodes_text := numa_text(root):
         yield "NUMA", nodes_text
-    yield "serve would use", split_cores(allowed, root=root, quota=quota).note
+    engines = arrangements(allowed, root, quota)[0].engines
+    note = split_cores(allowed, root=root, quota=quota, engines=engines).note
+    unless = "; one engine if a model does not fit on each node" if engines > 1 else ""
+    yield "serve would use", f"{note}{unless}"
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
     for gpu in facts.gpus:

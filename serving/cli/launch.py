@@ -24,6 +24,7 @@ import uvloop
 from crossover.models.weights.weights_manifest import write_atomically
 from crossover.serving.engine.ipc_messages import Ready
 from crossover.serving.errors import EngineState, ServingError
+from crossover.serving.hardware.cpu_topology import Arrangement
 from crossover.serving.http.http_server import is_loopback, listen, serving, url_of
 from crossover.serving.http.routes import App
 from crossover.serving.logs import ConsoleLog
@@ -89,8 +90,11 @@ def make_registry(options: ServeOptions, log: ConsoleLog) -> Registry:
     for model in prepared:
         log.say(*explain(model.placement), model.split.note)
     log.name_models = len(prepared) > 1
-    own_split = machine.split(options.cores, options.threads, engines=options.engines)
-    os.sched_setaffinity(0, own_split.api)
+    split = prepared[0].split
+    if len(prepared) > 1:
+        arrangement = Arrangement(options.engines or 1)
+        split = machine.split(options.cores, options.threads, arrangement)
+    os.sched_setaffinity(0, split.api)
 
     def supervisor_of(model: Prepared) -> Supervisor:
         return Supervisor(

@@ -6,14 +6,16 @@ wasted. On a larger machine HTTP gets one core with all of its hyperthreads, bec
 threads wait for each other at every operator: a process that takes one core from the engine delays
 all of its threads. If other work runs on the machine, `--cores` and `--api-cores` keep it apart.
 
-The engine does not use all cores where some would slow it down: cores of another NUMA node, since
-its weights lie on one node, and small cores beside big ones. HTTP then runs on those.
+An engine does not use all cores where some would slow it down: cores of another NUMA node, since
+its weights lie on one node, and small cores beside big ones. HTTP then runs on those, or, on
+several nodes, further engines (`arrangements`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +25,13 @@ from crossover.serving.hardware.numa import nodes_of, numa_nodes, parse_cpu_list
 
 SHARED_CORES = 8  # up to this many cores, engine and HTTP share all of them by default
 SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's scheduling weight
+
+
+class Arrangement(NamedTuple):
+    """How the engines of a model are spread over NUMA nodes."""
+
+    engines: int = 1
+    nodes: int | None = None  # that they run on together; None: one for each engine
 
 
 class EngineCores(msgspec.Struct, frozen=True):
@@ -53,6 +62,11 @@ class CoreSplit(msgspec.Struct, frozen=True):
         """Return the NUMA nodes of all engines' memory."""
         return tuple(sorted({node for engine in self.engines for node in engine.memory_nodes}))
 
+    @property
+    def arrangement(self) -> Arrangement:
+        """Return how the engines are spread over NUMA nodes."""
+        return Arrangement(len(self.engines), len(self.memory_nodes) or None)
+
 
 def split_cores(
     allowed: tuple[int, ...],
@@ -63,12 +77,14 @@ def split_cores(
     quota: float | None = None,
     memory_bytes: int = 0,
     engines: int = 1,
+    nodes: int | None = None,
 ) -> CoreSplit:
     """Divide the allowed cores.
 
     `engine`, `api`, `threads`: what the user has set; (), None: nothing. The default is one thread
     per physical core of an engine, but no more than the whole cores of its part of the CPU `quota`
     (None: unlimited). `engines`: that divide the cores of `engine`; each is on one NUMA node.
+    `nodes`: NUMA nodes that they run on together; None: one for each engine.
     `memory_bytes`: the predicted memory of all engines, which must fit on their nodes if they are
     to run there alone; 0: not known yet.
 
@@ -83,7 +99,7 @@ def split_cores(
                 f"Allowed cores: {cores_text(allowed)}."
             )
     options = "--cores and --api-cores change this"
-    best_cores, why_best = best_engine_cores(allowed, root, memory_bytes, engines)
+    best_cores, why_best = best_engine_cores(allowed, root, memory_bytes, engines, nodes)
     if engine or api:
         # If only one of them is set, the other gets the remaining cores, or all if none remain.
         remaining = tuple(core for core in allowed if core not in (engine or api)) or allowed
@@ -109,9 +125,9 @@ def split_cores(
     physical_cores = len(set(physical_of(parts[0], root).values()))
     own_quota = None if quota is None else quota / engines
     count = threads or whole_cores(physical_cores, own_quota)
-    threads_text = "1 thread" if count == 1 else f"{count} threads"
+    with_threads = threads_text(count)
     if threads is None and count < physical_cores:
-        threads_text += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
+        with_threads += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
     nice = SHARED_NICE if set(engine) & set(api) else 0
     nice_text = f" at nice {nice}" if nice else ""
     engines_text = "engine" if engines == 1 else f"{engines} engines"
@@ -120,7 +136,7 @@ def split_cores(
         f"{cores_text(share.cores)}{_memory_text(share.memory_nodes)}" for share in shares
     )
     note = (
-        f"{engines_text} on cores {cores_and_memory} with {threads_text}{each_text}{nice_text}, "
+        f"{engines_text} on cores {cores_and_memory} with {with_threads}{each_text}{nice_text}, "
         f"HTTP on {cores_text(api)} ({why})"
     )
     return CoreSplit(shares, api, count, nice, note)
@@ -169,32 +185,57 @@ def divide_among(
     return tuple(parts)
 
 
+def arrangements(
+    allowed: tuple[int, ...], root: Path = ROOT, quota: float | None = None
+) -> tuple[Arrangement, ...]:
+    """Return how the engines of a model may be spread over the NUMA nodes of these cores: one on
+    each node, one on one node, and one on all nodes.
+
+    On one node there is one engine; so it is with a CPU quota below all cores, which several
+    engines would have to divide. There is one on each node only if the nodes have equally many
+    cores, since engines get equal shares, and if cores remain on each beside HTTP.
+    """
+    nodes = nodes_of(allowed, numa_nodes(root))
+    physical = physical_of(allowed, root)
+    if len(nodes) < 2 or (quota is not None and quota < len(set(physical.values()))):
+        return (Arrangement(),)
+    sizes = {len({physical[cpu] for cpu in node.cpus if cpu in physical}) for node in nodes}
+    single = Arrangement(), Arrangement(1, len(nodes))
+    if len(sizes) > 1 or (len(allowed) > SHARED_CORES and min(sizes) <= 2):
+        return single
+    return Arrangement(len(nodes)), *single
+
+
 def best_engine_cores(
-    allowed: tuple[int, ...], root: Path = ROOT, memory_bytes: int = 0, engines: int = 1
+    allowed: tuple[int, ...],
+    root: Path = ROOT,
+    memory_bytes: int = 0,
+    engines: int = 1,
+    nodes: int | None = None,
 ) -> tuple[tuple[int, ...], str]:
     """Return the cores on which the engines of a model run best, and the reason if these are not
     all.
 
-    These are the cores of one NUMA node for each engine, as far as there are nodes, if the memory
-    of all engines fits there: the nodes with the most cores, or of several the ones with the most
-    free memory. Of cores with different speeds, they are those that compute most together, since
-    each operator waits for the slowest of them.
+    These are the cores of `nodes` NUMA nodes (None: one for each engine, as far as there are
+    nodes), if the memory of all engines fits there: the nodes with the most cores, or of several
+    the ones with the most free memory. Of cores with different speeds, they are those that compute
+    most together, since each operator waits for the slowest of them.
     """
     cores, why = allowed, ""
-    nodes = nodes_of(allowed, numa_nodes(root))
-    needed = min(engines, len(nodes))
-    fitting_nodes = [node for node in nodes if memory_bytes <= node.free_bytes * needed]
-    if needed < len(nodes) and len(fitting_nodes) >= needed:
-        count = {node.number: len(set(node.cpus) & set(allowed)) for node in nodes}
+    all_nodes = nodes_of(allowed, numa_nodes(root))
+    needed = min(nodes or engines, len(all_nodes))
+    fitting_nodes = [node for node in all_nodes if memory_bytes <= node.free_bytes * needed]
+    if needed < len(all_nodes) and len(fitting_nodes) >= needed:
+        count = {node.number: len(set(node.cpus) & set(allowed)) for node in all_nodes}
         fitting_nodes.sort(key=lambda node: (count[node.number], node.free_bytes), reverse=True)
         best = {cpu for node in fitting_nodes[:needed] for cpu in node.cpus}
         cores = tuple(core for core in allowed if core in best)
         why = (
-            f"one NUMA node of {len(nodes)}, since the weights lie on one; --engines {len(nodes)} "
-            "uses all"
+            f"one NUMA node of {len(all_nodes)}, since the weights lie on one; "
+            f"--engines {len(all_nodes)} uses all"
         )
         if needed > 1:
-            why = f"{needed} NUMA nodes of {len(nodes)}, one for each engine"
+            why = f"{needed} NUMA nodes of {len(all_nodes)}, one for each engine"
     fast_cores = _fast_cores(cores, root)
     if fast_cores != cores:
         reason = "the faster cores, since each operator waits for the slowest"
@@ -263,6 +304,11 @@ def parse_cores(text: str, option: str = "") -> tuple[int, ...]:
         return parse_cpu_list(text)
     except ServingError as problem:
         raise ServingError(f"{option} {problem}".lstrip()) from problem
+
+
+def threads_text(count: int) -> str:
+    """Return a number of threads as text."""
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def cores_text(cores: Iterable[int]) -> str:

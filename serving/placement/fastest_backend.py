@@ -6,8 +6,9 @@
 The candidates are the engines of the CPU (crossover.serving.placement.engines) that fit in memory.
 Each is timed in a child process (engine_times.py). An engine that would use more than 8 threads is
 measured with half of them too, because logical CPUs may share a core, and every step waits for its
-slowest thread. The times are saved and reused; those that other processes disturbed are measured
-again.
+slowest thread. On several NUMA nodes it is measured on one node and on all of them: the capacity of
+one engine on each node follows from the times on one. The times are saved and reused; those that
+other processes disturbed are measured again.
 
 A step-time model is fitted to the times of each engine, and `ServerModel.capacity` computes the
 engine's capacity under the workload and the SLO. The engine with the highest capacity is chosen. If
@@ -59,7 +60,12 @@ from crossover.serving.capacity.simulated_capacity import (
 )
 from crossover.serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
 from crossover.serving.capacity.slot_count import MIN_GAIN, SlotsChoice, best_slots
-from crossover.serving.hardware.cpu_topology import SHARED_CORES
+from crossover.serving.hardware.cpu_topology import (
+    SHARED_CORES,
+    Arrangement,
+    CoreSplit,
+    threads_text,
+)
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.engine_times import (
     LONG_PROMPT,
@@ -76,11 +82,13 @@ from crossover.serving.placement.engines import (
     engines,
     in_requested_spelling,
 )
+from crossover.serving.placement.node_splits import SplitOf, fitting_splits
 from crossover.serving.placement.placement_policy import (
     NoPlacement,
     PlacementRequest,
     consider,
     max_slots,
+    with_engine_count,
 )
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
@@ -114,13 +122,23 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     times: EngineTimes | None = None  # for the requested model; None: not measured
     capacity: SimulatedCapacity | None = None  # under the workload and the SLO, from `times`
     is_without_slo: bool = False  # `capacity` is without latency limits
-    threads: int | None = None  # None: the question's, the only number that is measured
+    # On which cores how many such engines serve, with how many threads; None: as the question's
+    # first arrangement.
+    split: CoreSplit | None = None
+    names_split: bool = False  # several splits are compared
 
     @property
     def name(self) -> str:
-        """The backend and weight format, and the number of threads if several are compared."""
+        """The backend and weight format, and if several splits are compared, the NUMA nodes and the
+        number of threads."""
         engine = f"{self.backend} {self.weight_format}".strip()
-        return engine if self.threads is None else f"{engine} with {self.threads} threads"
+        if self.split is None or not self.names_split:
+            return engine
+        engines, nodes = self.split.arrangement
+        where = ""
+        if nodes is not None and nodes > 1:
+            where = f" on {'each of ' if engines > 1 else ''}{nodes} NUMA nodes"
+        return f"{engine}{where} with {threads_text(self.split.threads)}"
 
     @property
     def is_reference(self) -> bool:
@@ -145,6 +163,7 @@ class EngineChoice(NamedTuple):
     weight_format: str
     reason: str
     candidates: tuple[EngineCandidate, ...]
+    split: CoreSplit
     threads: int | None = None  # None: only the requested number was measured
     slots: int | None = None  # None: as requested, or the default, since nothing was measured
 
@@ -153,9 +172,8 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine serves this model best on the CPU, under this workload and SLO?"""
 
     request: PlacementRequest
-    threads: int
-    cores: tuple[int, ...]  # logical CPUs that the engine may use; (): all
-    memory_nodes: tuple[int, ...] = ()  # NUMA nodes for its memory; (): where its threads run
+    split_of: SplitOf
+    arrangements: tuple[Arrangement, ...] = (Arrangement(),)  # that are compared
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
     cache: str | None = None  # the cache folder; None: the default one
@@ -170,6 +188,16 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
     def settings(self) -> SchedulerSettings:
         """The engine's settings, with the CPU's defaults for those that are not set."""
         return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
+
+    def split(self, engine: EngineCandidate) -> CoreSplit:
+        """Return the cores and threads of an engine."""
+        return engine.split or self.split_of(self.arrangements[0], 0)
+
+    def server(self, engine: EngineCandidate, times: EngineTimes) -> ServerModel:
+        """Return all engines of a candidate as one server, by the times of one of them."""
+        engines = self.split(engine).arrangement.engines
+        settings = msgspec.structs.replace(self.settings, engines=engines)
+        return ServerModel(step_times_of_timings(times), settings)
 
     @property
     def is_of_usual_engines(self) -> bool:
@@ -186,19 +214,22 @@ class EngineQuestion(msgspec.Struct, frozen=True, kw_only=True):
         """Return the key of an engine's saved times: all that they depend on except the machine."""
         model, settings = self.request.spec, self.settings
         engine_name = f"{engine.backend} {engine.weight_format}".strip()
-        threads = engine.threads or self.threads
+        split = self.split(engine)
+        nodes = len(split.engines[0].memory_nodes)
+        where = f" on {nodes} NUMA nodes" if nodes > 1 else ""
         return (
-            f"{model.name} ({model.parameters}), {engine_name}, {threads} threads, "
+            f"{model.name} ({model.parameters}), {engine_name}, {split.threads} threads{where}, "
             f"{settings.slots} slots, KV {settings.kv_dtype}"
         )
 
-    @property
-    def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads to measure each engine with; (None,) stands for `threads`
-        only."""
-        if not self.are_threads_open or self.threads < MIN_HALVED_THREADS:
-            return (None,)
-        return (self.threads, self.threads // 2)
+    def splits_to_compare(self, engine: Engine, facts: HardwareFacts) -> list[CoreSplit]:
+        """Return the splits in which an engine is compared, each with every number of threads."""
+        splits: list[CoreSplit] = []
+        for split in fitting_splits(self.request, facts, engine, self.arrangements, self.split_of):
+            splits.append(split)
+            if self.are_threads_open and split.threads >= MIN_HALVED_THREADS:
+                splits.append(msgspec.structs.replace(split, threads=split.threads // 2))
+        return splits
 
 
 def fastest_backend(
@@ -241,8 +272,15 @@ def fastest_backend(
         slots = chosen.slots
         if slots != chosen.present_slots:
             reason += f"; with {slots} slots {_slots_reason(chosen, unit_rate)}"
+    split = question.split(best)
     return EngineChoice(
-        best.backend, best.weight_format, reason, tuple(candidates), best.threads, slots
+        best.backend,
+        best.weight_format,
+        reason,
+        tuple(candidates),
+        split,
+        split.threads if best.names_split else None,
+        slots,
     )
 
 
@@ -250,12 +288,13 @@ def _slots_of(
     question: EngineQuestion, engine: EngineCandidate, times: EngineTimes, facts: HardwareFacts
 ) -> SlotsChoice:
     """Return the number of slots with which the engine has the highest capacity."""
-    server = ServerModel(step_times_of_timings(times), question.settings)
+    server = question.server(engine, times)
+    request = with_engine_count(question.request, server.settings.engines)
     on_cpu = Engine(engine.backend, engine.weight_format, "cpu")
     return best_slots(
         server.simulated(Demand(question.workload), CHOICE_REQUESTS),
         SLO_PRESETS["batch"] if engine.is_without_slo else question.slo,
-        max_slots=max_slots(question.request, facts, on_cpu),
+        max_slots=max_slots(request, facts, on_cpu),
         doubling_cost=spec_of(engine.backend).slot_doubling_cost,
         prefers_more=True,
     )
@@ -270,20 +309,20 @@ def _slots_reason(chosen: SlotsChoice, unit_rate: float | None) -> str:
 
 
 def _candidates_of(question: EngineQuestion, facts: HardwareFacts) -> list[EngineCandidate]:
-    """Return the engines of the CPU as candidates, each with every number of threads that is to be
-    measured. Those that cannot run on this machine have the reason."""
+    """Return the engines of the CPU as candidates, each with every split that is to be compared.
+    Those that cannot run on this machine have the reason."""
     candidates: list[EngineCandidate] = []
     for engine in _engines_to_compare(question, facts):
-        _, attempt, reason = consider(question.request, facts, engine)
-        candidate = EngineCandidate(
-            backend=engine.backend,
-            weight_format=engine.weight_format,
-            why_not=reason.text if attempt is None and reason is not None else "",
-        )
-        for threads in question.thread_counts:
-            candidates.append(msgspec.structs.replace(candidate, threads=threads))
-            if candidate.why_not:
-                break  # the number of threads does not matter
+        candidate = EngineCandidate(backend=engine.backend, weight_format=engine.weight_format)
+        splits = question.splits_to_compare(engine, facts)
+        for split in splits:
+            candidates.append(
+                msgspec.structs.replace(candidate, split=split, names_split=len(splits) > 1)
+            )
+        if not splits:
+            reason = consider(question.request, facts, engine).reason
+            why_not = "" if reason is None else reason.text
+            candidates.append(msgspec.structs.replace(candidate, why_not=why_not))
     return candidates
 
 
@@ -392,6 +431,7 @@ def known_times(
         cache=cache,
         progress=progress,
     )
+    split = question.split(engine)
     config = EngineConfig(
         backend=engine.backend,
         model_path=files.path,
@@ -399,11 +439,12 @@ def known_times(
         weight_format=files.weight_format,
         tokenizer_path=files.tokenizer_path,
         settings=question.settings,
-        threads=engine.threads or question.threads,
-        cores=question.cores,
-        memory_nodes=question.memory_nodes,
+        threads=split.threads,
+        cores=split.engines[0].cores,
+        memory_nodes=split.engines[0].memory_nodes,
     )
-    progress(f"measuring {engine.name} on {files.name}", None)
+    name = f"{engine.name}, one of them," if len(split.engines) > 1 else engine.name
+    progress(f"measuring {name} on {files.name}", None)
     times = measured_times(config, question.request.spec)
     elapsed = duration(time.monotonic() - started)
     outcome = f"saved in {table_path(cache)}"
@@ -414,7 +455,7 @@ def known_times(
     if times.taken_share > MAX_TAKEN_SHARE:
         taken = share(times.taken_share, 2)
         outcome = f"other processes took {taken} of its CPU time: it is measured again next time"
-    say(f"measured {engine.name} on {files.name} in {elapsed}, {outcome}")
+    say(f"measured {name} on {files.name} in {elapsed}, {outcome}")
     return times
 
 
@@ -473,7 +514,7 @@ def _with_capacities(
     ) -> EngineCandidate:
         if candidate.times is None or candidate.why_not:
             return candidate
-        server = ServerModel(step_times_of_timings(candidate.times), question.settings)
+        server = question.server(candidate, candidate.times)
         simulated = server.capacity(Demand(question.workload), slo, CHOICE_REQUESTS)
         return msgspec.structs.replace(candidate, capacity=simulated, is_without_slo=is_without_slo)
 

@@ -274,6 +274,12 @@ def with_context(
     return msgspec.structs.replace(request, settings=settings)
 
 
+def with_engine_count(request: PlacementRequest, engines: int) -> PlacementRequest:
+    """Return the request for so many engines that serve from one queue."""
+    settings = msgspec.structs.replace(request.settings, engines=engines)
+    return msgspec.structs.replace(request, settings=settings)
+
+
 def with_engine(request: PlacementRequest, backend: str, weight_format: str) -> PlacementRequest:
     """Return the request with this backend and format. `weight_format` "": it is not known."""
     formats = (weight_format,) if weight_format else ()
@@ -336,10 +342,11 @@ def consider(request: PlacementRequest, facts: HardwareFacts, engine: Engine) ->
     """
     if engine.why_not is not None:
         return Considered(engine, None, engine.why_not)
-    if engine.device == "gpu" and (request.settings.engines or 1) > 1:
+    attempt = predict(request, facts, engine)
+    would_run = attempt.fits or not request.check_memory
+    if engine.device == "gpu" and (request.settings.engines or 1) > 1 and would_run:
         text = f"the GPU runs one engine, so --engines {request.settings.engines} uses the CPU"
         return Considered(engine, None, Reason(Cause.forced, text))
-    attempt = predict(request, facts, engine)
     backend, where = engine.backend, f"on the {engine.device.upper()}"
     requested_dtype, settings = request.settings.kv_dtype, attempt.settings
     if requested_dtype not in (None, AUTO, settings.kv_dtype):
@@ -382,6 +389,7 @@ def predict(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -> 
     gpu = None
     if device == "gpu":
         gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
+        requested = msgspec.structs.replace(requested, engines=1)
     weight_format = format_of(backend, engine.weight_format)
     kv_dtype = spec.kv_dtype(requested.kv_dtype or AUTO, weight_format, device, facts.isa)
     file_bytes = request.weight_bytes

@@ -17,7 +17,7 @@ import msgspec
 from crossover.models.errors import ModelError
 from crossover.models.identity.identify_model import ModelIdentity, identify
 from crossover.models.identity.resolve_model import ResolvedModel, find_files, resolve
-from crossover.models.machine_limits import cgroup_cores
+from crossover.models.machine_limits import ROOT, cgroup_cores
 from crossover.models.text.tokenizer import try_tokenizer
 from crossover.models.weights.weights_manifest import Progress, read_manifest
 from crossover.serving.backends.backend_interface import EngineConfig, EngineMemory
@@ -34,8 +34,10 @@ from crossover.serving.backends.onnx.onnx_folder import graph_bytes
 from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
 from crossover.serving.errors import Cause, ServingError, Unsupported
 from crossover.serving.hardware.cpu_topology import (
+    Arrangement,
     CoreSplit,
     EngineCores,
+    arrangements,
     parse_cores,
     split_cores,
 )
@@ -43,6 +45,11 @@ from crossover.serving.hardware.gpus import GpuFacts, render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from crossover.serving.placement.engines import Engine, Obstacles, Reason, Wanted, engines
 from crossover.serving.placement.fastest_backend import EngineQuestion, fastest_backend, rank
+from crossover.serving.placement.node_splits import (
+    SplitOf,
+    fitting_splits,
+    why_one_on_each_node,
+)
 from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
@@ -53,6 +60,7 @@ from crossover.serving.placement.placement_policy import (
     runs_nowhere,
     with_context,
     with_engine,
+    with_engine_count,
 )
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -121,7 +129,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 class Host:
     """The machine as placement needs it. `cache`: the folder for weights; None: the default one.
-    `say` and `progress` report to a person."""
+    `say` and `progress` report to a person. `root`: where /sys is found."""
 
     def __init__(
         self,
@@ -129,10 +137,12 @@ class Host:
         api_cores: str = "",
         say: Callable[[str], None] = lambda line: None,
         progress: Progress = lambda what, fraction: None,
+        root: Path = ROOT,
     ) -> None:
         self.cache = cache
         self.say = say
         self.progress = progress
+        self.root = root
         self._api_cores = api_cores
         self._allowed_cores = allowed_cores()
         self._probe = functools.cache(probe_backend)  # a probe takes seconds
@@ -159,25 +169,36 @@ class Host:
         self,
         cores: str,
         threads: int | None,
-        placement: Placement | None = None,
-        engines: int | None = None,
+        arrangement: Arrangement,
+        memory_bytes: int = 0,
     ) -> CoreSplit:
         """Return the cores of the engines with these options and of the HTTP process. Raises
         ServingError.
 
-        `placement`: whose engines on the CPU must find memory; None: not known yet.
+        `memory_bytes`: of all engines on the CPU; 0: not known yet.
         """
-        attempts = placement.attempts if placement is not None else ()
-        cpu_bytes = [attempt.need_bytes for attempt in attempts if attempt.device == "cpu"]
         return split_cores(
             self._allowed_cores,
             parse_cores(cores, "--cores"),
             parse_cores(self._api_cores, "--api-cores"),
             threads,
-            quota=cgroup_cores(),
-            memory_bytes=max(cpu_bytes, default=0),
-            engines=engines or 1,
+            self.root,
+            cgroup_cores(),
+            memory_bytes,
+            arrangement.engines,
+            arrangement.nodes,
         )
+
+    def arrangements(self, model: ModelOptions) -> tuple[Arrangement, ...]:
+        """Return how the engines of a model may be spread over NUMA nodes: all ways, or as the user
+        set it."""
+        if model.are_engines_open and not model.cores and not self._api_cores:
+            return arrangements(self._allowed_cores, self.root, cgroup_cores())
+        return (Arrangement(model.engines or 1),)
+
+    def split_of(self, model: ModelOptions) -> SplitOf:
+        """Return the function that divides the cores for an arrangement of a model's engines."""
+        return functools.partial(self.split, model.cores, model.threads)
 
     def obstacles(self, wanted: Wanted, facts: HardwareFacts) -> Obstacles:
         """Return the backends that cannot run or cannot use the GPU. Those that may run on the GPU
@@ -243,7 +264,8 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
     """
     facts = facts or machine.facts()
     if (model.engines or 1) > 1:
-        machine.split(model.cores, model.threads, engines=model.engines)  # are there enough cores?
+        # Are there enough cores?
+        machine.split(model.cores, model.threads, Arrangement(model.engines or 1))
         if model.standby == "warm":
             raise ServingError(
                 f"--standby warm keeps a fallback loaded, and --engines {model.engines} has none: "
@@ -251,21 +273,32 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
             )
     request, own_files = find_model(model, machine, facts)
     placement = machine.place(request, facts)
-    split = machine.split(model.cores, model.threads, placement, model.engines)
     placed_request = with_context(request, placement.settings.context_tokens)
-    question = engine_question(model, placed_request, split, machine)
+    question = engine_question(model, placed_request, machine)
     if question is not None and placement.device == "gpu":
         request = with_measured_fallbacks(request, question, machine, facts)
         placement = machine.place(request, facts)
     request = with_context(request, placement.settings.context_tokens)
+    threads, arrangement = model.threads, Arrangement(model.engines or 1)
     if question is not None and placement.device == "cpu":
         choice = fastest_backend(question, facts, machine.say, machine.progress)
+        threads, arrangement = choice.threads or model.threads, choice.split.arrangement
         request = with_engine(request, choice.backend, choice.weight_format)
         request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
+        request = with_engine_count(request, arrangement.engines)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
-        threads = choice.threads or model.threads
-        split = machine.split(model.cores, threads, placement, model.engines)
+    elif placement.device == "cpu":
+        engine = Engine(placement.backend, placement.weight_format, "cpu")
+        ways, split_of = machine.arrangements(model), machine.split_of(model)
+        arrangement = fitting_splits(request, facts, engine, ways, split_of)[0].arrangement
+        if arrangement.engines > 1 and model.engines is None:
+            request = with_engine_count(request, arrangement.engines)
+            reasons = (*placement.reasons, Reason(None, why_one_on_each_node(arrangement.engines)))
+            placement = machine.place(request, facts)
+            placement = msgspec.structs.replace(placement, reasons=reasons)
+    cpu_bytes = [attempt.need_bytes for attempt in placement.attempts if attempt.device == "cpu"]
+    split = machine.split(model.cores, threads, arrangement, max(cpu_bytes, default=0))
     backends = [attempt.backend for attempt in placement.attempts]
     options = options_by_backend(model.options, backends)  # checked before weights are made
     files, placement = files_of_engines(request.model, placement, machine, own_files)
@@ -360,6 +393,7 @@ def with_measured_fallbacks(
         request=with_context(question.request, settings.context_tokens, slots=settings.slots),
         may_measure=False,
         are_threads_open=False,
+        arrangements=(Arrangement(),),  # beside a GPU, one engine
     )
     try:
         choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
@@ -438,7 +472,7 @@ def _with_files(
 
 
 def engine_question(
-    model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Host
+    model: ModelOptions, request: PlacementRequest, machine: Host
 ) -> EngineQuestion | None:
     """Return the question of which CPU engine serves this ladder model best. The context must be
     set.
@@ -451,9 +485,8 @@ def engine_question(
         return None
     return EngineQuestion(
         request=request,
-        threads=split.threads,
-        cores=split.engines[0].cores,
-        memory_nodes=split.engines[0].memory_nodes,
+        split_of=machine.split_of(model),
+        arrangements=machine.arrangements(model),
         are_threads_open=model.threads is None,
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,

@@ -16,9 +16,11 @@ on standby. When an engine dies, sequences of which the reader has received noth
 the next one; the others end with finish "error".
 
 `side_by_side`: the configurations are no alternatives. All of their engines serve at the same time,
-from one queue, each on cores of its own. The model is ready once all of them have loaded. When one
-of them dies it is restarted while the others serve, and one that is not restarted any more leaves
-the model to the others. The state is "restarting" only while none serves.
+from one queue, each on cores of its own. The model is ready once all of them have loaded, or once
+some have and the others take much longer (MIN_WAIT_FOR_OTHERS_SECONDS), as an engine does that
+hangs. Those join when they have loaded. When one of them dies, or is killed because it hangs, it is
+restarted while the others serve, and one that is not restarted any more leaves the model to the
+others. The state is "restarting" only while none serves.
 
 The CPU can be a bridge while a GPU's engine restarts after its death. If the next engine of the
 list is on the CPU, and `estimate_load_seconds` says that it will be ready sooner, both load, and
@@ -55,6 +57,9 @@ logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
 DEFAULT_LOAD_SECONDS = 5.0  # expected of a load, if no engine has been loaded yet
 CHECK_SECONDS = 0.1  # between two checks of engines and deadlines
+# Engines that serve side by side load alike. When one is ready, the model waits for the others for
+# as long again as it took, and at least for this long.
+MIN_WAIT_FOR_OTHERS_SECONDS = 5.0
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
 RETRY_SECONDS = 30.0  # before a failed model is tried again
 # In these states no engine serves new requests, or will by itself.
@@ -66,8 +71,8 @@ class EngineEvent(msgspec.Struct, frozen=True):
     """Something that happened to an engine."""
 
     unix_seconds: float
-    # started, ready, standby, died, restarting, fell_back, returning, returned, failed, draining,
-    # stopped, unloaded
+    # started, ready, late, standby, died, restarting, fell_back, returning, returned, failed,
+    # draining, stopped, unloaded
     kind: str
     engine: str  # "llama_cpp/cpu"
     message: str
@@ -344,7 +349,7 @@ class Supervisor:
         if self._side_by_side:
             self._record_event("ready", took, engine)
             self.requests.serve_with(engine)
-            self._serve_side_by_side()
+            self._serve_side_by_side(self.requests.engines)
             return
         previous_index = self._index
         if engine.index > previous_index:  # a standby, or a bridge
@@ -385,14 +390,29 @@ class Supervisor:
         if self._wants_standby and self._index + 1 < len(self.configs):
             self._background.start(self._spawn(self._index + 1))
 
-    def _serve_side_by_side(self) -> None:
-        """Serve with the engines that are ready; at first only once no other one is loading."""
-        serving = self.requests.engines
-        are_all_loaded = len(serving) + len(self._given_up) == len(self.configs)
-        if serving and (are_all_loaded or self.state != EngineState.loading):
-            self.ready, self.loading = serving[0].ready, None
-            if self.state != EngineState.ready:
-                self._become(EngineState.ready, None)
+    def _serve_side_by_side(self, serving: Sequence[EngineProcess]) -> None:
+        """Serve with these engines, which are ready, unless others are still waited for."""
+        if not serving or self._waits_for_others(serving):
+            return
+        self.ready, self.loading = serving[0].ready, None
+        if self.state != EngineState.ready:
+            self._become(EngineState.ready, None)
+            for engine in self.engines:
+                if engine.ready is None:
+                    self._record_event("late", "it is still loading, the others serve", engine)
+
+    def _waits_for_others(self, serving: Sequence[EngineProcess]) -> bool:
+        """Return whether the model is still loading because of engines other than these, which are
+        ready."""
+        missing_count = len(self.configs) - len(self._given_up) - len(serving)
+        if self.state != EngineState.loading or not missing_count:
+            return False
+        waits_until = min(
+            engine.ready_at + max(MIN_WAIT_FOR_OTHERS_SECONDS, engine.ready_at - engine.started_at)
+            for engine in serving
+            if engine.ready_at is not None
+        )
+        return time.monotonic() < waits_until
 
     def _stop_engine(self, engine: EngineProcess, drain: bool) -> None:
         """End an engine: now, or with `drain` after its sequences. One that loads is killed."""
@@ -453,7 +473,7 @@ class Supervisor:
             self.requests.fail(decision.text, only_waiting=True)
         elif self.state == EngineState.loading:
             self._become(EngineState.loading, decision.text)
-            self._serve_side_by_side()
+            self._serve_side_by_side(others)
         elif others:
             self.ready = others[0].ready
         else:
@@ -530,6 +550,8 @@ class Supervisor:
             self.requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)
+            if self._side_by_side and self.state == EngineState.loading:
+                self._serve_side_by_side(self.requests.engines)
             if self._index and self.state == EngineState.ready and 0 not in self._engines:
                 at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
                 if at is not None and now >= at:

@@ -209,12 +209,17 @@ def test_a_models_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert [one.source for one in models_of(ServeOptions(models_file=str(file)))] == ["135m"]
 
 
-def test_a_prompt_cache_is_the_default_only_for_the_only_model() -> None:
+def test_only_the_only_model_gets_memory_for_more_than_it_needs() -> None:
+    """A prompt cache, and several engines."""
     (single,) = models_of(ServeOptions(models=("135m",)))
     assert single.prompt_cache_bytes is None, "placement decides"
+    assert single.engines is None and single.are_engines_open
     several = models_of(ServeOptions(models=("135m", "360m")))
     limited = models_of(ServeOptions(models=("135m",), memory_limit="4GiB"))
     assert [model.prompt_cache_bytes for model in (*several, *limited)] == [0, 0, 0]
+    assert [model.engines for model in (*several, *limited)] == [1, 1, 1]
+    asked = models_of(ServeOptions(models=("135m", "360m"), engines=2))
+    assert [model.engines for model in asked] == [2, 2]
     options = ServeOptions(models=("135m", "360m"), prompt_cache="1GiB")
     assert [model.prompt_cache_bytes for model in models_of(options)] == [1 << 30] * 2
     (without,) = models_of(ServeOptions(models=("135m",), prompt_cache="0"))

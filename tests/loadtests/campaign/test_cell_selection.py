@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from crossover.loadtests.campaign import cell_selection
 from crossover.loadtests.campaign.auto_models import REFERENCE_MODEL, models_around_limit
 from crossover.loadtests.campaign.campaign_file import (
     DEMO,
+    Campaign,
     Cell,
     Plan,
     parse_campaign,
@@ -32,7 +34,9 @@ from crossover.loadtests.campaign.time_budget import cells_to_confirm, share_bud
 from crossover.loadtests.errors import BadCampaign
 from crossover.loadtests.records.journal_events import EngineChosen, of_kind
 from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.hardware import cpu_topology
 from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.hardware.numa import NumaNode
 from crossover.serving.placement.engine_times import (
     EngineTimes,
     save_times,
@@ -44,6 +48,7 @@ from tests.tools.made_up_machines import FACTS
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
+BEST_CELL = Cell(key="m", model="smollm2-135m", weight_format="", backend=BEST, device="cpu")
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 
 
@@ -216,6 +221,75 @@ def test_rates_keep_their_unit_from_the_choice_of_an_engine_to_the_table(
     text = progress.getvalue() + world.output.getvalue() + shown.getvalue()
     assert "best engine by its step times" in text and "estimated capacity" in text
     assert len(rate_units_in(text)) == 1, text
+
+
+def two_nodes(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 30 << 30) -> None:
+    """Make this a machine with two NUMA nodes of a core each."""
+    nodes = tuple(NumaNode(number, (number,), 32 << 30, free_bytes) for number in (0, 1))
+    monkeypatch.setattr(cpu_topology, "numa_nodes", lambda root: nodes)
+    monkeypatch.setattr(cell_selection, "allowed_cores", lambda: (0, 1))
+    monkeypatch.setattr(cell_selection, "cgroup_cores", lambda: None)
+
+
+def options_of(cell: Cell, campaign: Campaign) -> dict[str, str]:
+    """The options that the cell's server is started with."""
+    layout = layout_of(cell, campaign)
+    assert layout is not None
+    words = serve_command(cell, campaign, layout, Path("ready.json"))
+    return dict(zip(words, words[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("keys", "free_gib", "engines", "nodes"),
+    [
+        ("", 30.0, 2, 2),
+        ("", 0.1, 1, 2),  # its memory fits on both nodes together only
+        ("[server]\nengines = 1", 30.0, None, None),
+        ("[server]\nthreads = 1", 30.0, None, None),
+        ("[server]\ncores = [1, 2]", 30.0, None, None),
+    ],
+)
+def test_on_two_nodes_a_cell_has_two_engines_unless_the_campaign_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    keys: str,
+    free_gib: float,
+    engines: int | None,
+    nodes: int | None,
+) -> None:
+    two_nodes(monkeypatch, int(free_gib * 2**30))
+    plan = on_machine(f"{ONE}{keys}", FACTS)
+    cell = plan.cells[0]
+    assert (cell.engines, cell.nodes) == (engines, nodes)
+    options = options_of(cell, plan.campaign)
+    assert options.get("--engines", "1") == str(engines or 1)
+    if engines == 2:
+        assert (options["--cores"], options["--threads"]) == ("0-1", "1")
+        assert why_not(cell, plan.campaign, FACTS) is None
+        small = msgspec.structs.replace(FACTS, memory_available_bytes=300 << 20)
+        assert "needs" in (why_not(cell, plan.campaign, small) or ""), "the memory of both"
+
+
+def test_the_engines_of_the_fastest_are_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_nodes(monkeypatch)
+    cache = tmp_path / "cache"
+    plan = plan_of(cache, '["135m"]')
+    question = question_of(BEST_CELL, plan.campaign)
+    for arrangement in question.arrangements:
+        split = question.split_of(arrangement, 0)
+        for backend, weight_format in (("llama_cpp", "Q4_0"), ("onnx", "int8")):
+            engine = EngineCandidate(backend=backend, weight_format=weight_format, split=split)
+            save_times(cache, FACTS, question.key(engine), times(1.0))
+    world = Simulated(facts=FACTS)
+    folder = world.run(plan, tmp_path / "runs")
+    run = read_records(folder)
+    (choice,) = of_kind(run.events, EngineChosen)
+    assert (choice.engines, choice.nodes) == (2, 2)
+    assert "onnx int8 on each of 2 NUMA nodes with 1 thread: " in choice.reason
+    campaign, cells = campaign_of(run.manifest)
+    cell = CellRecord(run.events, campaign, cells[0]).cell
+    assert options_of(cell, campaign)["--engines"] == "2"
 
 
 def test_a_run_that_was_killed_goes_on_with_the_engine_it_chose(

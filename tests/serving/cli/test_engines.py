@@ -84,6 +84,21 @@ def test_an_engine_that_ends_first_in_a_drain_makes_no_other_one_ready(tmp_path:
         assert one.process.stdout.read().count("ready:") == 1
 
 
+def test_a_server_whose_second_engine_hangs_while_it_loads_serves_with_the_first(
+    tmp_path: Path,
+) -> None:
+    hangs = f"fail_once_file={json.dumps(str(tmp_path / 'hung'))}"
+    options = ("--engines", "2", "--option", "fail_cause=load_hang", "--option", hangs)
+    with server(tmp_path, *options) as one:
+        url = one.wait_ready()["url"]
+        assert get(url, "/ready").status == 200 and completion(url).status == 200
+        processes = get(url, "/v1/placement").json["engine_processes"]
+        assert sorted(process["is_ready"] for process in processes) == [False, True]
+        assert metric(url, "engines_serving") == 1
+        assert "late: it is still loading, the others serve" in one.log.read_text()
+        assert one.end() == 0
+
+
 def test_models_that_are_loaded_on_demand_have_several_engines_too(tmp_path: Path) -> None:
     with server(tmp_path, "--engines", "2", "--idle-unload", "0.2") as one:
         url = one.wait_ready()["url"]

@@ -12,13 +12,20 @@ import msgspec
 import pytest
 
 from crossover.loadtests.host.cpu_pinning import divide_cores
+from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.cli.doctor_command import cpus_to_measure, machine_rows
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.core_speeds import (
     last_cache_bytes,
     spread_over_cores,
 )
-from crossover.serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from crossover.serving.hardware.cpu_topology import (
+    Arrangement,
+    arrangements,
+    cores_text,
+    physical_of,
+    split_cores,
+)
 from crossover.serving.hardware.numa import (
     allocate_memory_on,
     bytes_by_node,
@@ -27,6 +34,9 @@ from crossover.serving.hardware.numa import (
     numa_nodes,
     run_on,
 )
+from crossover.serving.placement.engines import Engine
+from crossover.serving.placement.node_splits import fitting_splits
+from crossover.serving.placement.placement_policy import with_context
 from tests.serving.hardware.machine_trees import (
     NODE_FREE_KIB,
     NODE_TOTAL_KIB,
@@ -39,6 +49,8 @@ from tests.serving.hardware.machine_trees import (
     xeon_with_hyperthreads,
 )
 from tests.serving.placement.test_plan import machine
+from tests.tools.core_splits import split_of_tree
+from tests.tools.with_settings import placement_request
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -119,6 +131,66 @@ def test_engines_have_equal_shares_each_on_one_node(
     assert not set(split.engine) & set(split.api)
 
 
+ONE_NODE, ALL_NODES = Arrangement(), Arrangement(1, 2)
+
+
+def test_engines_may_be_spread_over_nodes_that_are_alike(tmp_path: Path) -> None:
+    cpus = two_xeons(tmp_path).cpus
+    assert arrangements(cpus, tmp_path) == (Arrangement(2), ONE_NODE, ALL_NODES)
+    assert arrangements(cpus, tmp_path, quota=64.0) == (Arrangement(2), ONE_NODE, ALL_NODES)
+    assert arrangements(cpus, tmp_path, quota=40.0) == (ONE_NODE,), "they would divide it"
+    uneven = tuple(cpu for cpu in cpus if cpu % 64 < 60)
+    assert arrangements(uneven, tmp_path) == (ONE_NODE, ALL_NODES)
+    assert arrangements((0, 1, 32, 33), tmp_path)[0] == Arrangement(2)
+    two_each = (0, 1, 32, 33, 64, 65, 96, 97, 2, 34)  # with hyperthreads: no core for HTTP
+    assert arrangements(two_each, tmp_path)[0] == Arrangement(2)
+    four = epyc_with_four_nodes(tmp_path / "epyc")
+    assert arrangements(four.cpus, tmp_path / "epyc")[0] == Arrangement(4)
+    few = tuple(cpu for node in range(4) for cpu in four.nodes[node][:2])
+    with_siblings = (*few, *(cpu + 64 for cpu in few))
+    assert arrangements(with_siblings, tmp_path / "epyc")[0] == ONE_NODE, "HTTP needs one"
+    for make in (graviton, grace, xeon_with_hyperthreads):
+        tree = make(tmp_path / make.__name__)
+        assert arrangements(tree.cpus, tree.root) == (ONE_NODE,)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected"),
+    [
+        ({0: 190, 1: 190}, [(2, 2), (1, 2)]),
+        ({0: 3, 1: 190}, [(1, 1), (1, 2)]),  # on the second node only
+        ({0: 8, 1: 8}, [(1, 2)]),  # half of it on each
+    ],
+)
+def test_there_is_an_engine_on_each_node_if_it_fits_on_each(
+    tmp_path: Path, free_gib: dict[int, int], expected: list[tuple[int, int]]
+) -> None:
+    tree = two_xeons(tmp_path, {node: gib * GIB // 1024 for node, gib in free_gib.items()})
+    request = with_context(placement_request(ladder_model("8b").spec), 2048)
+    facts = machine(sum(free_gib.values()), allowed_cores=tree.cpus)
+    q4 = Engine("llama_cpp", "Q4_0", "cpu")
+
+    def arrangements_of(ways: tuple[Arrangement, ...]) -> list[Arrangement]:
+        splits = fitting_splits(request, facts, q4, ways, split_of_tree(tree.cpus, tmp_path))
+        return [split.arrangement for split in splits]
+
+    assert arrangements_of(arrangements(tree.cpus, tmp_path)) == expected
+    # What the user sets is done, wherever its memory lies.
+    asked = arrangements_of((Arrangement(2),))
+    assert [engines for engines, _ in asked] == ([2] if sum(free_gib.values()) > 20 else [])
+
+
+def test_a_campaign_measures_several_engines_on_their_nodes(tmp_path: Path) -> None:
+    tree = two_xeons(tmp_path)
+    layout = divide_cores(tree.cpus, root=tmp_path, arrangement=Arrangement(2))
+    split = split_cores(tree.cpus, layout.engine, layout.api, root=tmp_path, engines=2)
+    assert [len(engine.cores) for engine in split.engines] == [60, 60]
+    assert [engine.memory_nodes for engine in split.engines] == [(0,), (1,)]
+    assert not set(split.engine) & {*layout.api, *layout.client}
+    over_all = divide_cores(tree.cpus, root=tmp_path, arrangement=ALL_NODES)
+    assert over_all.engine == layout.engine
+
+
 def test_engines_whose_memory_fits_on_no_node_have_it_on_all(tmp_path: Path) -> None:
     cpus = two_xeons(tmp_path, free_kib={0: 10_000_000, 1: 10_000_000}).cpus
 
@@ -182,7 +254,10 @@ def test_doctor_lists_the_nodes(
     tree = make(tmp_path)
     rows = dict(machine_rows(machine(allowed_cores=tree.cpus), tmp_path))
     assert rows.get("NUMA") == expected
-    assert rows["serve would use"] == split_cores(tree.cpus, root=tmp_path).note
+    engines = 1 if expected is None else len(tree.nodes)
+    note = split_cores(tree.cpus, root=tmp_path, engines=engines).note
+    assert rows["serve would use"].startswith(note)
+    assert ("one engine if a model does not fit" in rows["serve would use"]) == (engines > 1)
 
 
 def test_doctor_measures_the_cpus_of_one_node(tmp_path: Path) -> None:

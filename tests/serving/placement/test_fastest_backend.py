@@ -18,6 +18,7 @@ from crossover.serving.backends.backend_interface import BackendInfo, EngineConf
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.errors import ServingError
+from crossover.serving.hardware.cpu_topology import Arrangement, arrangements
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement import fastest_backend as fastest_backend_module
 from crossover.serving.placement.engine_times import (
@@ -41,7 +42,9 @@ from crossover.serving.sampling.step_inputs import Row, Sampled
 from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import rate_units_in
 from tests.serving.backends.hf_folders import onnx_folder
+from tests.serving.hardware.machine_trees import two_xeons
 from tests.shapes import TINY_LLAMA3
+from tests.tools.core_splits import split_of_one_core, split_of_tree
 
 FACTS = msgspec.structs.replace(
     hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None, isa=("avx2",)
@@ -78,8 +81,7 @@ def make_question(
     settings: dict[str, Any] = {"may_measure": False, "workload": WORK, **more}
     return EngineQuestion(
         request=request,
-        threads=1,
-        cores=(0,),
+        split_of=split_of_one_core(),
         cache=str(cache),
         **settings,
     )
@@ -181,14 +183,68 @@ def test_torch_that_was_never_measured_is_left_out_where_it_may_not_be(
 def test_above_eight_threads_half_of_them_are_measured_too(
     cache: Path, threads: int, half_seconds: float, chosen_threads: int | None
 ) -> None:
-    question = msgspec.structs.replace(make_question(cache), threads=threads, are_threads_open=True)
+    question = msgspec.structs.replace(
+        make_question(cache), split_of=split_of_one_core(threads), are_threads_open=True
+    )
     for count, seconds in ((threads, 0.01), (threads // 2, half_seconds)):
-        engine = EngineCandidate(backend="onnx", weight_format="int8", threads=count)
+        split = split_of_one_core(count)(Arrangement(), 0)
+        engine = EngineCandidate(backend="onnx", weight_format="int8", split=split)
         save_times(cache, FACTS, question.key(engine), times(seconds))
     choice = fastest_backend(question, FACTS, print, lambda what, fraction: None)
     assert (choice.backend, choice.threads) == ("onnx", chosen_threads)
     named = msgspec.structs.replace(question, are_threads_open=False)
     assert fastest_backend(named, FACTS, print, lambda *_: None).threads is None
+
+
+@pytest.mark.parametrize(
+    ("one_node", "all_nodes", "slo", "expected"),
+    [
+        (0.01, 0.01, "chat", (2, 2)),  # each engine serves as much as one on all nodes
+        (0.01, 0.002, "chat", (1, 2)),  # one on all nodes serves more than two
+        (0.2, 0.08, "chat", (1, 2)),  # on one node a token takes too long
+        (0.2, 0.08, "batch", (1, 2)),
+        (0.2, 0.15, "batch", (2, 2)),
+    ],
+)
+def test_step_times_decide_between_an_engine_on_each_node_and_one_on_all(
+    tmp_path: Path, one_node: float, all_nodes: float, slo: str, expected: tuple[int, int]
+) -> None:
+    """Of two sockets with 32 cores, of which HTTP has one."""
+    tree = two_xeons(tmp_path)
+    question = msgspec.structs.replace(
+        make_question(tmp_path),
+        split_of=split_of_tree(tree.cpus, tmp_path),
+        arrangements=arrangements(tree.cpus, tmp_path),
+        slo=SLO_PRESETS[slo],
+    )
+    for arrangement, seconds in zip(((2, 2), (1, 2)), (one_node, all_nodes), strict=True):
+        split = question.split_of(Arrangement(*arrangement), 0)
+        engine = EngineCandidate(backend="onnx", weight_format="int8", split=split)
+        save_times(tmp_path, FACTS, question.key(engine), times(seconds))
+    choice = fastest_backend(question, FACTS, print, lambda what, fraction: None)
+    assert choice.split.arrangement == expected
+    assert choice.threads == (31 if expected == (2, 2) else 63)
+    on_each, on_all = (one for one in choice.candidates if one.backend == "onnx")
+    assert on_each.name == "onnx int8 on each of 2 NUMA nodes with 31 threads"
+    assert on_all.name == "onnx int8 on 2 NUMA nodes with 63 threads"
+    assert f"{on_each.name}: " in choice.reason and f"{on_all.name}: " in choice.reason
+
+
+def test_two_engines_carry_twice_as_much_as_one_of_them(tmp_path: Path) -> None:
+    tree = two_xeons(tmp_path)
+    question = msgspec.structs.replace(
+        make_question(tmp_path, slots=None), split_of=split_of_tree(tree.cpus, tmp_path)
+    )
+    found = {}
+    for engines in (1, 2):
+        asked = msgspec.structs.replace(question, arrangements=(Arrangement(engines),))
+        for backend, name in (("llama_cpp", "Q4_0"), ("onnx", "int8")):
+            engine = EngineCandidate(backend=backend, weight_format=name)
+            save_times(tmp_path, FACTS, asked.key(engine), times(0.01))
+        found[engines] = fastest_backend(asked, FACTS, print, lambda what, fraction: None)
+    one, two = (choice.candidates[1].rate for choice in found.values())
+    assert 1.9 < two / one < 2.4
+    assert found[2].split.arrangement == (2, 2) and found[2].slots is not None
 
 
 def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:

@@ -170,9 +170,9 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
 ) -> None:
     here = MadeUp(with_gpu(memory_available_bytes=64 * GIB))
     here.cache = str(tmp_path)
-    model, split = ModelOptions(source="135m", threads=1), here.split("", 1)
+    model = ModelOptions(source="135m", threads=1)
     request = placement_request(model=ladder_model("135m").spec, context_tokens=2048)
-    question = engine_question(model, request, split, here)
+    question = engine_question(model, request, here)
     assert question is not None
     for backend, weight_format, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         engine = EngineCandidate(backend=backend, weight_format=weight_format)

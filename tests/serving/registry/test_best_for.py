@@ -28,6 +28,7 @@ from crossover.serving.registry.prepare_model import (
 )
 from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
+from tests.tools.core_splits import split_of_one_core
 from tests.tools.made_up_machines import MadeUp
 from tests.tools.with_settings import placement_request
 
@@ -37,7 +38,7 @@ SPEC = ladder_model("135m").spec
 @pytest.fixture
 def machine(tmp_path: Path) -> Host:
     """Where onnx is twice as quick with one thread. No weights are made yet."""
-    question = EngineQuestion(request=placement_request(SPEC), threads=1, cores=(0,))
+    question = EngineQuestion(request=placement_request(SPEC), split_of=split_of_one_core())
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         times = EngineTimes(
             slots=16,
@@ -69,7 +70,7 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
     model = ModelOptions(source="135m", threads=1, **options)
     facts = machine.facts()
     request = with_context(find_model(model, machine, facts)[0], 2048)
-    question = engine_question(model, request, machine.split("", 1), machine)
+    question = engine_question(model, request, machine)
     choice = question and fastest_backend(question, facts, machine.say, machine.progress)
     assert (choice and (choice.backend, choice.weight_format)) == expected
 

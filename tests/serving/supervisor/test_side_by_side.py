@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import EngineFailed, Overloaded
+from crossover.serving.supervisor import engine_supervisor, restart_policy
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.choose_engine import Histories, as_history
 from crossover.serving.supervisor.engine_process import EngineProcess
@@ -202,6 +204,29 @@ def test_the_model_is_ready_when_all_engines_are(config: Callable[..., EngineCon
             assert supervisor.state == "loading"
             await supervisor.wait_ready(20)
             assert len(supervisor.requests.engines) == 2
+
+    run(scenario())
+
+
+def test_an_engine_that_hangs_while_it_loads_does_not_keep_the_others_from_serving(
+    config: Callable[..., EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed after the silence that a load may have, and another one is started."""
+    monkeypatch.setattr(engine_supervisor, "MIN_WAIT_FOR_OTHERS_SECONDS", 0.5)
+    monkeypatch.setitem(restart_policy.LOAD_SILENCE_SECONDS, "cpu", 3.0)
+    hanging = config(fail_cause="load_hang", fail_once_file=str(tmp_path / "hung"))
+
+    async def scenario() -> None:
+        async with running(config(), hanging, side_by_side=True) as supervisor:
+            assert len(supervisor.requests.engines) == 1 and "late" in kinds(supervisor)
+            hung = supervisor.engines[1]
+            assert hung.ready is None and hung.alive
+            assert (await collect(supervisor.submit(GenerationRequest([1], 5)))).tokens == 5
+            await until(lambda: len(supervisor.requests.engines) == 2)
+            assert supervisor.deaths == {"health_timeout": 1} and supervisor.restarts == 1
+            assert not hung.alive and supervisor.state == "ready"
+            died = next(event for event in supervisor.events if event.kind == "died")
+            assert "no message from the loading engine for 3 s" in died.message
 
     run(scenario())
 
