@@ -24,7 +24,7 @@ Times = dict[str, tuple[float, float]]  # by file: wall and CPU seconds
 
 
 class TimePerFile:
-    """Measures in each worker (tests.tools.forked_workers); the process that started them adds up."""
+    """Measures in each worker (tests.tools.forked_workers). The process that forks them adds up."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
