@@ -42,8 +42,8 @@ PAGES = (
 )
 
 
-# Plans that are simulated for seconds, further ones beside README's and the example of docs/size.md.
-SLOW_PLANS = ("mlperf", "mlperf-fp8", "mix", "cold-start")
+# Plans that are simulated for seconds, beside those of README.md and docs/size.md.
+SLOW_PLANS = ("mlperf-fp8", "mix", "cold-start")
 MADE_PARTS = [
     pytest.param(name, mark, marks=[pytest.mark.slow] if mark in SLOW_PLANS else [])
     for name, makers in MADE.items()

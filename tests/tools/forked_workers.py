@@ -141,6 +141,7 @@ class _Workers:
 
 def _work(session: pytest.Session, connection: Connection, folder: Any) -> NoReturn:
     """In a fork: run the tests that the other end sends, to the end of the process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     config = session.config
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
