@@ -24,7 +24,6 @@ from tests.serving.backends.backend_steps import (
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY
 
-
 ON_EVERY_RUN = ("tiny-llama3", "tiny-qwen3")
 SHAPES = [
     pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow]) for name in TINY
