@@ -182,13 +182,9 @@ def capacities_of_few_requests() -> Iterator[None]:
     that they vary by some 10 % with the seed in place of 2 %. For tests of what is done with a
     capacity; those in tests/serving/capacity are of how exact it is.
     """
-    from crossover.serving.capacity import simulated_capacity
-    from tests.loadtests.capacity import few_requests
+    from tests.loadtests.capacity.few_requests import few_requests
 
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("capacity", "server"):
-            few = getattr(few_requests, f"{name}_of_few_requests")
-            patched.setattr(simulated_capacity, f"_simulated_{name}", few)
+    with few_requests():
         yield
 
 

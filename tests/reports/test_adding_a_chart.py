@@ -15,8 +15,6 @@ from crossover.reports.render.markdown import markdown
 from crossover.reports.sections import all_sections
 from tests.reports.runs import h200
 
-pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
-
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-chart.md"
 
 

@@ -19,10 +19,7 @@ from tests.reports.plan.test_plan import BIG, HERE, SMALL, make_question
 from tests.reports.runs import h200_page, shown_page
 from tests.tools.browser import BROWSER, DARK, LIGHT, run_in_browser
 
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine"),
-    pytest.mark.usefixtures("capacities_of_few_requests"),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 
 # `look()`: what a person sees now. `move(name, step)`: a slider, as a hand moves it.
 EYES = """<script>
