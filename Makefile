@@ -74,13 +74,15 @@ test: $(STAMP)
 	exit $$(( status ? status : heavy_status ))
 	@echo "== tests that measure times: two at a time, since they mostly wait, then one by one"
 	$(BIN)/python -m pytest $(TIMED) --forks 2 -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
-	$(BIN)/python -m pytest $(TIMED) -m quiet_machine $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
+	$(BIN)/python -m pytest $(TIMED) -m "quiet_machine and not slow" $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 	@echo "== seconds per file"
 	@$(BIN)/python -m tests.time_per_file $(TIMES) $(HEAVY_TIMES)
 
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --forks 3 -m slow $$(grep -rl "mark\.slow" tests --include="test_*.py")
+	@export OMP_NUM_THREADS=1; set -x; \
+	$(BIN)/python -m pytest --forks 3 -m "slow and not quiet_machine" $$(grep -rl "mark\.slow" tests --include="test_*.py") && \
+	$(BIN)/python -m pytest -m "slow and quiet_machine" $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 
 # An hour and ten minutes, by hand: memory, descriptors and answers of a server, and kills.
 soak: $(STAMP)

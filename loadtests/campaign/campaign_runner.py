@@ -293,10 +293,12 @@ class CampaignSession:
         confirms = state.key in self._to_confirm
         try:
             if state.cell.backend == BEST:
+                since = self._clock()
                 choice = cell_selection.fastest_engine(
                     state.cell, self._campaign, self.facts, progress
                 )
                 state.record(choice)
+                state.record_elapsed(self._clock() - since)  # engines may have been measured
             if (why_not := self._why_not(state.cell)) is not None:
                 raise ServerFailed(why_not)
             cell_block = state.blocks.get(block) or self._begin_block(state, block, position)

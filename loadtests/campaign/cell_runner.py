@@ -63,7 +63,6 @@ from crossover.serving.capacity.slot_count import best_slots, with_slots
 from crossover.serving.workload.request_lengths import Workload
 
 VLLM_STEP_TOKENS = 2048  # vLLM's default of max_num_batched_tokens for an online server
-MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 MAX_SERVER_STARTS = 4  # for one cell, in one block, until the campaign is stopped and resumed
 RECALIBRATION_SECONDS = 10.0  # least time for the bursts after a restart with other slots
 
@@ -124,14 +123,8 @@ class CellRun:
         calculating_since = self.clock()
         self.progress.tick(f"{state.key}: simulating the capacity")
         capacity = self._with_advice(capacity_of(state))
-        self._record_elapsed(self.clock() - calculating_since)
+        self.state.record_elapsed(self.clock() - calculating_since)
         return capacity
-
-    def _record_elapsed(self, seconds: float) -> None:
-        """Record time that no measurement took, so that it counts toward the budget."""
-        if seconds >= MIN_ELAPSED_SECONDS:
-            spent_seconds = round(seconds, 3)
-            self.state.record(journal.Elapsed(cell=self.state.key, spent_seconds=spent_seconds))
 
     def _with_advice(self, capacity: journal.Capacity) -> journal.Capacity:
         """Return the capacity with the estimates for less prefix caching and, if the SLO makes
@@ -177,7 +170,7 @@ class CellRun:
                 case LevelPlan():
                     self._measure_level(measurement)
             measured_seconds = self.state.spent_seconds - spent_before
-            self._record_elapsed(self.clock() - since - measured_seconds)
+            self.state.record_elapsed(self.clock() - since - measured_seconds)
 
     def _measure_level(self, plan: LevelPlan) -> None:
         """Measure a level once, and print what it shows."""
@@ -202,14 +195,16 @@ class CellRun:
             self.progress.log(f"  so far: {words}")
 
     def _set_aside(self, level: Level, disturbance: journal.Disturbance) -> None:
-        """Wait before a disturbed level that missed the SLO is repeated, or say that it is not
-        repeated again."""
+        """Wait before a disturbed level that missed the SLO is repeated, or say why it is not."""
         state, say = self.state, self.progress.say
         cause = disturbance_in_words(disturbance)
         attempts = sum(other.rate == level.rate for other in state.set_aside_levels)
         if attempts >= MAX_DISTURBED:
             state.record(journal.NeverQuiet(cell=state.key, reason=cause))
             say(f"  disturbed again: {cause}; whether an idle machine meets the SLO is not known")
+            return
+        if isinstance(following := self.next_measurement(), StopMeasuring):
+            say(f"  disturbed: {cause}; not repeated: {following.reason}", "yellow")
             return
         left_seconds = max(0.0, self.cell_block.until_seconds - state.spent_seconds)
         pause = round(min(self.campaign.wait_seconds, left_seconds), 3)

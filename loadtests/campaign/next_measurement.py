@@ -318,7 +318,11 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
         return StopMeasuring(f"{tries} levels near the estimated capacity are enough on one start")
     if is_near and needed_starts > 1:  # this start must confirm the same rate
         return _confirming_level(progress, highest_met)
-    rate = CONFIRMING_SHARE * min([reachable, *progress.rates_with("misses")])
+    missed_rates = progress.rates_with("misses")
+    rate = CONFIRMING_SHARE * min([reachable, *missed_rates])
+    if rate < (verdict_rate := _least_verdict_rate(progress)):
+        # The level would have no verdict. At a higher rate it may have one.
+        rate = max(rate, min(verdict_rate, CONFIRMING_SHARE * min([estimate, *missed_rates])))
     last_rates = [level.rate or 0.0 for level in loaded[-1:]] + progress.disturbed_rates
     if last_rates and not capacity.confirmed_rate:
         rate = min(rate, RETRY_SHARE * min(last_rates))
@@ -411,17 +415,27 @@ def _bounding_level(progress: CellProgress) -> LevelPlan | StopMeasuring:
     rate = _bounding_rate(progress, tried)
     if rate is None or affordable < min_seconds:
         return _too_little_time(progress)
-    # So many requests give the verdict "meets" if all of them meet the SLO.
-    min_requests = MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)
-    rate = _rounded(max(rate, VERDICT_MARGIN * min_requests / affordable))
+    rate = _rounded(max(rate, _least_verdict_rate(progress)))
     met, missed = _bounds(tried)
     if not met < rate < missed:
         return _too_little_time(progress)
+    min_requests = _least_verdict_requests(progress)
     min_seconds = max(min_seconds, VERDICT_MARGIN * min_requests / rate)
     # With this many requests some may miss the SLO; confirming_seconds has the formula.
     enough_seconds = min_requests / EXPECTED_ATTAINMENT_MARGIN**2 / rate
     seconds = min(affordable, max(min_seconds, min(enough_seconds, affordable / 2)))
     return _open_loop(progress, rate, round(seconds, 1))
+
+
+def _least_verdict_requests(progress: CellProgress) -> float:
+    """Return how many requests give the verdict "meets" if all of them meet the SLO."""
+    return MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)
+
+
+def _least_verdict_rate(progress: CellProgress) -> float:
+    """Return the requests/s at which the time left is long enough for a verdict; inf: none is."""
+    seconds = progress.affordable_seconds
+    return VERDICT_MARGIN * _least_verdict_requests(progress) / seconds if seconds > 0 else math.inf
 
 
 def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:

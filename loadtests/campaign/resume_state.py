@@ -35,6 +35,7 @@ from crossover.serving.backends.backend_table import library_versions
 from crossover.serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
+MIN_ELAPSED_SECONDS = 1.0  # between measurements: less is not recorded
 # Packages whose versions a run records, besides those of the backends.
 PACKAGES = (
     PRODUCT,
@@ -176,6 +177,12 @@ class CellState(CellRecord):
         self.run.append_event(event)
         self._apply(event)
         return event
+
+    def record_elapsed(self, seconds: float) -> None:
+        """Record time that no measurement took, so that it counts toward the budget."""
+        if seconds >= MIN_ELAPSED_SECONDS:
+            spent_seconds = round(seconds, 3)
+            self.record(journal.Elapsed(cell=self.key, spent_seconds=spent_seconds))
 
     def finish_level(self, level: Level) -> None:
         """Record that a level has finished. Returns when all of it is on disk."""

@@ -1,5 +1,5 @@
-"""Real campaigns on a machine that is not quiet: a busy process on the engine's core, for a while
-and for good.
+"""Real campaigns on a machine that is not quiet: a busy process on the engine's core, for a while,
+for good, and in bursts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.host.cpu_pinning import divide_cores
 from crossover.loadtests.levels import disturbance
 from crossover.loadtests.records.journal_events import (
+    Calibrated,
     CellFinished,
     LevelFinished,
     LevelStarted,
@@ -32,6 +33,8 @@ from crossover.loadtests.records.journal_events import (
     of_kind,
 )
 from crossover.loadtests.records.run_folder import read_records
+from crossover.reports.answers.report_warnings import alerts_of
+from crossover.reports.report_data import read_report
 from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
@@ -57,6 +60,28 @@ rates = [5.0]
 level_seconds = 1.5
 single_stream_requests = 5
 """
+
+
+# Of a real engine. Single streams, bursts and one level fit into its time.
+REAL_CAMPAIGN = """
+name = "beside a hog"
+models = ["smollm2-135m-instruct"]
+backends = ["llama_cpp"]
+devices = ["cpu"]
+budget_seconds = 60
+wait_seconds = 0
+workload = { prompt_tokens = 48, output_tokens = 16 }
+slo = { ttft_seconds = 1.0, tpot_seconds = 0.2, target = 0.7 }
+[server]
+slots = 4
+cores = 1
+context_tokens = 256
+[search]
+level_seconds = 12
+single_stream_requests = 5
+single_stream_seconds = 5
+"""
+BURST_SECONDS = 0.1  # of CPU time, and as long at rest
 
 
 @pytest.fixture(autouse=True)
@@ -94,16 +119,36 @@ def hog(cores: int | None = None) -> int:
         "work = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"  # without the GIL
         f"[threading.Thread(target=work).start() for _ in {mine}]"
     )
+    return in_background(code)
+
+
+def hog_in_bursts() -> int:
+    """A process that runs and rests in turns on the core of an engine, and no child of ours: half
+    of a core that it has for itself."""
+    (core,) = divide_cores(allowed_cores(), 1).engine
+    code = f"""import os, time; os.sched_setaffinity(0, [{core}])
+while True:
+    until = time.process_time() + {BURST_SECONDS}
+    while time.process_time() < until: pass
+    time.sleep({BURST_SECONDS})"""
+    return in_background(code)
+
+
+def in_background(code: str) -> int:
+    """The id of a process that runs this code."""
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} >/dev/null 2>&1 & echo $!"
     return int(subprocess.check_output(["sh", "-c", command]))
 
 
 def measure(out: Path, wait_seconds: float, hardware: str = "") -> tuple[Path, str]:
+    return measured(CAMPAIGN.format(wait=wait_seconds, hardware=hardware), out)
+
+
+def measured(text: str, out: Path) -> tuple[Path, str]:
+    """The folder of a campaign's run, and what it printed."""
     printed = StringIO()
-    text = CAMPAIGN.format(wait=wait_seconds, hardware=hardware)
-    plan = parse_campaign(text)
     with Progress(printed, log_interval_seconds=0.5) as progress:
-        return run(plan, out, progress), printed.getvalue()
+        return run(parse_campaign(text), out, progress), printed.getvalue()
 
 
 def wait_for_level(out: Path, number: int) -> None:
@@ -173,3 +218,30 @@ def test_levels_that_meet_the_slo_on_a_machine_that_is_never_quiet_count(tmp_pat
     finally:
         os.kill(busy, signal.SIGKILL)
     check_counted_beside(folder, output, busy, levels=2)
+
+
+@pytest.mark.slow  # a minute and a quarter
+@pytest.mark.timeout(180)
+def test_a_real_engine_beside_a_process_in_bursts_has_step_times_and_says_of_which_machine(
+    tmp_path: Path,
+) -> None:
+    busy = hog_in_bursts()
+    try:
+        folder, output = measured(REAL_CAMPAIGN, tmp_path)
+    finally:
+        os.kill(busy, signal.SIGKILL)
+    check_folder(folder)
+    assert busy in processes_beside(folder)
+    assert re.search(DISTURBER, output), output
+    events = read_records(folder).events
+    (calibrated,) = of_kind(events, Calibrated)
+    assert calibrated.server is not None, calibrated.reason
+    (ended,) = of_kind(events, CellFinished)
+    capacity = ended.capacity
+    assert capacity.taken_share is not None and 0.1 < capacity.taken_share < 0.6
+    assert capacity.busy_rate and capacity.estimated_rate
+    assert capacity.busy_rate < capacity.estimated_rate
+    took = f"other processes took {capacity.taken_share:.0%}"
+    words = f"is of this machine alone. As busy as it was ({took} "
+    assert words in output
+    assert any(words in alert for alert in alerts_of(read_report(folder)))

@@ -337,6 +337,15 @@ def test_a_level_that_missed_while_disturbed_is_repeated_once_within_the_budget(
     assert "repeating it once" in world.output.getvalue()
 
 
+def test_a_disturbed_level_that_no_time_is_left_to_repeat_is_not_waited_for(tmp_path: Path) -> None:
+    world = Simulated(hog=(45.0, 1e9), hog_share=0.5)
+    folder = world.run(campaign(150), tmp_path)
+    check_folder(folder)
+    events = read_records(folder).events
+    assert len(rates(folder)) == 1 and not of_kind(events, Waited)
+    assert "not repeated: the" in world.output.getvalue()
+
+
 def test_a_level_that_missed_twice_while_disturbed_is_followed_by_one_at_a_lower_rate(
     tmp_path: Path,
 ) -> None:
