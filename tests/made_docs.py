@@ -320,27 +320,27 @@ WHOLE: dict[str, Callable[[], str]] = {
 }
 
 
-def replaced(name: str, text: str) -> str:
-    """A document with its made parts as they must be.
+def replaced(name: str, mark: str, text: str) -> str:
+    """A document with one of its made parts as it must be.
 
     Raises ValueError where the marks are missing.
     """
-    for mark, make in MADE[name].items():
-        opening, closing = ("# ", "") if name.endswith(".toml") else ("<!-- ", " -->")
-        start = f"{opening}{mark}: made by python -m tests.made_docs{closing}"
-        end = f"{opening}end of {mark}{closing}"
-        before, found, rest = text.partition(start)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"{name} lacks the line {start!r} or {end!r}")
-        text = before + start + "\n" + "\n".join(make()) + "\n" + end + after
-    return text
+    opening, closing = ("# ", "") if name.endswith(".toml") else ("<!-- ", " -->")
+    start = f"{opening}{mark}: made by python -m tests.made_docs{closing}"
+    end = f"{opening}end of {mark}{closing}"
+    before, found, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{name} lacks the line {start!r} or {end!r}")
+    return before + start + "\n" + "\n".join(MADE[name][mark]()) + "\n" + end + after
 
 
 if __name__ == "__main__":
     for name in MADE:
-        path = ROOT / name
-        path.write_text(replaced(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for mark in MADE[name]:
+            text = replaced(name, mark, text)
+        (ROOT / name).write_text(text, encoding="utf-8")
         texts_in.cache_clear()  # documents are made of the texts in options.toml
     for name, make in WHOLE.items():
         (ROOT / name).write_text(make(), encoding="utf-8")

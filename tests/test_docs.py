@@ -42,10 +42,19 @@ PAGES = (
 )
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_what_is_made_from_the_code_is_as_the_code_is(name: str) -> None:
+# Plans that are simulated for seconds, beside those of README.md and docs/size.md.
+SLOW_PLANS = ("mlperf-fp8", "mix", "cold-start")
+MADE_PARTS = [
+    pytest.param(name, mark, marks=[pytest.mark.slow] if mark in SLOW_PLANS else [])
+    for name, makers in MADE.items()
+    for mark in makers
+]
+
+
+@pytest.mark.parametrize(("name", "mark"), MADE_PARTS)
+def test_what_is_made_from_the_code_is_as_the_code_is(name: str, mark: str) -> None:
     text = (ROOT / name).read_text()
-    assert replaced(name, text) == text, "run: python -m tests.made_docs"
+    assert replaced(name, mark, text) == text, "run: python -m tests.made_docs"
 
 
 @pytest.mark.parametrize("name", WHOLE)

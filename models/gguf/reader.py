@@ -15,14 +15,15 @@ import re
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossover.models.errors import BrokenWeights
 from crossover.models.gguf.header import is_of_experts, spec_of_header
 from crossover.models.shape.model_spec import ModelSpec, whole_number
 from crossover.models.stand_in_file import stand_in_words
+
+if TYPE_CHECKING:  # each server and engine starts without it, if its model is no GGUF file
+    from gguf import GGMLQuantizationType
 
 # Bounds of a header, since it comes from a stranger and is read in this process. Published files
 # have less than 100 keys, 2,000 tensors, 20 MB, and 800,000 strings of a tokenizer with its merges.
@@ -86,6 +87,8 @@ class GgufTensor(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
+        from gguf import GGML_QUANT_SIZES
+
         block_elements: int
         block_bytes: int
         block_elements, block_bytes = GGML_QUANT_SIZES[self.tensor_type]
@@ -107,6 +110,8 @@ class GgufHeader(NamedTuple):
     @property
     def weight_format(self) -> str:
         """llama.cpp's name of the file type ("Q4_K_M"), or else the type of the largest tensor."""
+        from gguf import LlamaFileType
+
         with suppress(ValueError):
             kind = str(LlamaFileType(self.metadata.get("general.file_type")).name)
             return kind.removeprefix("ALL_").removeprefix("MOSTLY_")
@@ -272,6 +277,8 @@ class _Reader:
 
     def _tensor(self) -> tuple[GgufTensor, int]:
         """Return an entry of the tensor table, and where its data begins."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
         name = self._name()
         (dimensions,) = self._unpack("<I")
         _check("dimensions of a tensor", dimensions, MAX_DIMENSIONS)

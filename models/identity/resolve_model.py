@@ -51,10 +51,10 @@ from crossover.models.identity.model_ladder import (
 from crossover.models.shape.hf_config import TEXTS, read_config, spec_of_config
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.text.tokenizer import check_has_tokenizer, write_shipped
-from crossover.models.weights.random_weights import GENERATOR
 from crossover.models.weights.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
 from crossover.models.weights.weight_formats import DEFAULT_FORMATS, normalized_format
 from crossover.models.weights.weights_manifest import (
+    GENERATOR,
     Progress,
     atomic_folder,
     cache_dir,

@@ -11,7 +11,6 @@ start. Requests to it are pickled, since this process is trusted; its answers ar
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pickle
 import signal
@@ -88,6 +87,8 @@ class TemplateProcess:
     async def render_soon(self, template: str, variables: Mapping[str, Any]) -> str:
         """Render a template without blocking the event loop. Callers of one event loop take turns.
         Raises BadChat, BadTemplate."""
+        import asyncio  # the child imports this module and has no event loop
+
         request = _request_of(template, variables)
         while not self._lock.acquire(blocking=False):  # another thread renders a long chat
             await asyncio.sleep(_LOCK_POLL_SECONDS)

@@ -38,7 +38,6 @@ from crossover.models.text.sampling_defaults import read_sampling_defaults
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = DATA / "tokenizer.json"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SHIPPED_MARK = "8a2f6821d3c6"  # its blake2b digest; weights made with another one are made again
 # Files from which transformers makes a tokenizer.json: of sentencepiece, Mistral and GPT-2.
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json")
 BYTES = 256

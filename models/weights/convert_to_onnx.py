@@ -42,7 +42,7 @@ from crossover.models.shape.hf_config import TEXTS, read_config, spec_of_config,
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.export_with_optimum import export_graph, foreign_spec
-from crossover.models.weights.random_weights import GENERATOR, RandomWeights, as_bytes, write_texts
+from crossover.models.weights.random_weights import RandomWeights, as_bytes, write_texts
 from crossover.models.weights.rotated_weights import BLOCK, RotatedRows, rotary_angles
 from crossover.models.weights.safetensors_reader import (
     EMBEDDING,
@@ -53,6 +53,7 @@ from crossover.models.weights.safetensors_reader import (
     stored_rows,
 )
 from crossover.models.weights.weights_manifest import (
+    GENERATOR,
     Manifest,
     Progress,
     atomic_folder,

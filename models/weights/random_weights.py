@@ -33,11 +33,12 @@ from crossover.models.gguf.shapes import GgufShape
 from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec, RopeScaling
 from crossover.models.text.gguf_vocabulary import llama_library
-from crossover.models.text.tokenizer import SHIPPED_MARK, write_shipped
+from crossover.models.text.tokenizer import write_shipped
 from crossover.models.weights.gguf_writer import write_file, write_shape_file
 from crossover.models.weights.safetensors_reader import EMBEDDING, HEAD, Floats
 from crossover.models.weights.weight_formats import BLOCKS, StoredTensor
 from crossover.models.weights.weights_manifest import (
+    GENERATOR,
     Manifest,
     Progress,
     atomic_file,
@@ -45,10 +46,6 @@ from crossover.models.weights.weights_manifest import (
     manifest_path,
     write_manifest,
 )
-
-# In the manifest, so that weights made by another generator, or with another tokenizer, are made
-# again.
-GENERATOR = f"synthesis 2, tokenizer {SHIPPED_MARK}"
 
 # Weight format -> the name of the type in ggml and safetensors, and in torch.
 DTYPES = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}

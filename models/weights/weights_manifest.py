@@ -22,6 +22,11 @@ from crossover.models.errors import BrokenWeights, ModelError
 from crossover.models.machine_limits import int8_bits
 from crossover.models.shape.model_spec import ModelSpec
 
+# In the manifest of random weights, so that those made by another generator, or with another
+# shipped tokenizer, are made again.
+SHIPPED_MARK = "8a2f6821d3c6"  # blake2b digest of the shipped tokenizer
+GENERATOR = f"synthesis 2, tokenizer {SHIPPED_MARK}"
+
 # The number is incremented when the same source would give other files, so that files of an earlier
 # version in the cache are made again.
 _CONVERTER = "convert_to_onnx 4"

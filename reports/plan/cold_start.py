@@ -40,12 +40,12 @@ def stops_of(arrivals: Constant | Poisson | Gamma, rate: float, idle_seconds: fl
     if isinstance(arrivals, Poisson):
         share = math.exp(-rate * idle_seconds)
         return Stops(share, share)
-    from scipy.stats import gamma  # takes 0.5 s
+    from scipy.special import gammaincc  # the tail of a gamma distribution
 
     shape, scale = arrivals.cv**-2, mean_gap * arrivals.cv**2
-    request_share = float(gamma.sf(idle_seconds, shape, scale=scale))
+    request_share = float(gammaincc(shape, idle_seconds / scale))
     # E[G of gaps above idle] is E[G] times the tail of a gamma distribution with shape + 1.
-    long_gaps = float(gamma.sf(idle_seconds, shape + 1, scale=scale))
+    long_gaps = float(gammaincc(shape + 1, idle_seconds / scale))
     return Stops(request_share, max(0.0, long_gaps - idle_seconds / mean_gap * request_share))
 
 

@@ -16,6 +16,7 @@ from crossover.reports.report_data import ReportData, read_report
 from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.section import Section
 from tests.loadtests.campaign.simulated import Simulated, campaign
+from tests.loadtests.capacity.few_requests import few_requests
 from tests.loadtests.capacity.known_server import SETTINGS
 
 H200_RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
@@ -44,10 +45,11 @@ def run_folder(
 
 @cache
 def shown() -> tuple[Path, ReportData, tuple[ModelAnswer, ...]]:
-    """One run of the ladder, read: made once a process."""
-    folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
-    data = read_report(folder)
-    return folder, data, tuple(answers_of(data))
+    """One run of the ladder, read: made once a process, with few simulated requests."""
+    with few_requests():
+        folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
+        data = read_report(folder)
+        return folder, data, tuple(answers_of(data))
 
 
 @cache
@@ -60,7 +62,8 @@ def short_run() -> Path:
 def shown_page() -> str:
     """The page of `shown`: made once a process."""
     _, data, answers = shown()
-    return page(data, answers, sections_of(data, answers))
+    with few_requests():
+        return page(data, answers, sections_of(data, answers))
 
 
 @cache

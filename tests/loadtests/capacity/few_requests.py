@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+
+import pytest
 
 from crossover.serving.capacity import simulated_capacity
 from crossover.serving.capacity.simulated_capacity import (
@@ -29,3 +33,12 @@ def capacity_of_few_requests(
 @functools.lru_cache(maxsize=1024)
 def server_of_few_requests(model: ServerModel, demand: Demand, count: int) -> Server:
     return _simulated_server(model, demand, min(count, FEW_REQUESTS))
+
+
+@contextlib.contextmanager
+def few_requests() -> Iterator[None]:
+    """Capacities are simulated with few requests meanwhile."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(simulated_capacity, "_simulated_capacity", capacity_of_few_requests)
+        patched.setattr(simulated_capacity, "_simulated_server", server_of_few_requests)
+        yield

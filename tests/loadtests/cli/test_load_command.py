@@ -55,7 +55,10 @@ def test_the_help_page_shows_table_names_in_brackets() -> None:
     assert "with a [target]" in done.stdout
 
 
-@pytest.mark.parametrize(("fail", "word"), [("slam", "connection"), ("cut", "cut_off")])
+@pytest.mark.parametrize(
+    ("fail", "word"),
+    [("cut", "cut_off"), pytest.param("slam", "connection", marks=pytest.mark.slow)],
+)
 def test_an_endpoint_that_breaks_midway_is_reported_and_the_rest_counts(
     truth_server: Start, fail: str, word: str
 ) -> None:

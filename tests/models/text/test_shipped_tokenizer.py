@@ -9,7 +9,8 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from crossover.models.text.tokenizer import BYTES, DATA, SHIPPED, SHIPPED_MARK, SPECIAL_TOKENS
+from crossover.models.text.tokenizer import BYTES, DATA, SHIPPED, SPECIAL_TOKENS
+from crossover.models.weights.weights_manifest import SHIPPED_MARK
 from tests.graph_logits import CORPUS
 
 MERGES = 4096

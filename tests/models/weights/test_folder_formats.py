@@ -167,13 +167,21 @@ def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
     assert divergence(reference, graph_logits(Path(graph) / "model.onnx", IDS, spec)) <= 1e-9
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("hf", r"'brandnew', but torch supports only .*GGUF"),
+        pytest.param(  # a child imports transformers and optimum
+            "onnx",
+            "transformers does not know model_type 'brandnew'.* Use the model's GGUF file",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_an_architecture_that_nothing_here_knows_is_refused_with_what_would_do(
-    plain: Path, tmp_path: Path
+    kind: str, message: str, plain: Path, tmp_path: Path
 ) -> None:
     change = config(model_type="brandnew", architectures=["BrandNewForCausalLM"])
     folder = folder_with(plain, change, tmp_path)
-    message = "transformers does not know model_type 'brandnew'.* Use the model's GGUF file"
     with pytest.raises(ModelError, match=message):
-        resolve(str(folder), kind="onnx", cache=tmp_path / "cache")
-    with pytest.raises(ModelError, match=r"'brandnew', but torch supports only .*GGUF"):
-        resolve(str(folder), kind="hf", cache=tmp_path / "cache")
+        resolve(str(folder), kind=kind, cache=tmp_path / "cache")

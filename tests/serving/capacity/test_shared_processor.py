@@ -170,11 +170,14 @@ def test_the_engine_that_is_played_step_by_step_is_that_of_the_simulation() -> N
     assert stepped.last - due == pytest.approx(simulated.e2e, abs=1e-6)
 
 
-@pytest.mark.parametrize("use", [1.0, 0.8])
 @pytest.mark.parametrize(
-    "parts",
-    [((SMALL, 0.7), (LARGE, 0.3)), ((SMALL, 0.5), (SMALL, 0.5))],
-    ids=["a router", "equal models"],
+    ("parts", "use"),
+    [
+        pytest.param(((SMALL, 0.7), (LARGE, 0.3)), 0.8, id="a router, 0.8"),
+        pytest.param(((SMALL, 0.5), (SMALL, 0.5)), 1.0, id="equal models, 1.0"),
+        pytest.param(((SMALL, 0.7), (LARGE, 0.3)), 1.0, id="a router", marks=pytest.mark.slow),
+        pytest.param(((SMALL, 0.5), (SMALL, 0.5)), 0.8, id="equal models", marks=pytest.mark.slow),
+    ],
 )
 def test_the_capacity_of_a_mix_is_that_of_engines_that_share_the_processor(
     parts: tuple[tuple[StepTimeModel, float], ...], use: float
@@ -213,7 +216,7 @@ def test_slowdowns_are_those_computed_by_hand(use: float, by_hand: tuple[float, 
     assert factors == pytest.approx(by_hand, abs=0.02)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("share", [0.05, 0.95, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_mix_never_carries_more_than_its_parts(share: float) -> None:
     parts = engines((SMALL, share), (LARGE, 1 - share))
     capacity = SharedProcessor(parts).capacity()

@@ -24,8 +24,13 @@ from tests.serving.backends.backend_steps import (
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY
 
+ON_EVERY_RUN = ("tiny-llama3", "tiny-qwen3")
+SHAPES = [
+    pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow]) for name in TINY
+]
 
-@pytest.mark.parametrize("shape", TINY)
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_float32_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
     backend = make(hf_folder(shape))
     check_contract(backend, generated(hf_folder(shape)))
