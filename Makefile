@@ -61,7 +61,7 @@ demo: $(STAMP)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 # The tests start hundreds of Python processes. Without bytecode on disk, each of them would compile
-# all sources that it imports.
+# all sources that it imports, and each worker all tests.
 test test-slow test-lowest: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)
@@ -69,11 +69,11 @@ test: $(STAMP)
 	@echo "== five at a time, since many of them wait; one of them has all files that import torch"
 	@export OMP_NUM_THREADS=1; ordinary="not clock and not quiet_machine and not slow"; \
 	$(BIN)/python -m pytest -p tests.time_per_file --times $(HEAVY_TIMES) --heavy only -m "$$ordinary" > $(HEAVY_LOG) 2>&1 & heavy=$$!; trap "kill $$heavy 2>/dev/null" EXIT; \
-	$(BIN)/python -m pytest $(TIMED) --heavy without --forks 4 -m "$$ordinary"; status=$$?; \
+	$(BIN)/python -m pytest $(TIMED) --heavy without -n 4 --dist loadfile -m "$$ordinary"; status=$$?; \
 	wait $$heavy; heavy_status=$$?; echo "== the files that import torch"; cat $(HEAVY_LOG); \
 	exit $$(( status ? status : heavy_status ))
 	@echo "== tests that measure times: two at a time, since they mostly wait, then one by one"
-	$(BIN)/python -m pytest $(TIMED) --forks 2 -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+	$(BIN)/python -m pytest $(TIMED) -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 	$(BIN)/python -m pytest $(TIMED) -m "quiet_machine and not slow" $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 	@echo "== seconds per file"
 	@$(BIN)/python -m tests.time_per_file $(TIMES) $(HEAVY_TIMES)
@@ -81,7 +81,7 @@ test: $(STAMP)
 # Further cases of what `make test` tests: architectures of GGUF files, formats, seeds.
 test-slow: $(STAMP)
 	@export OMP_NUM_THREADS=1; set -x; \
-	$(BIN)/python -m pytest --forks 3 -m "slow and not quiet_machine" $$(grep -rl "mark\.slow" tests --include="test_*.py") && \
+	$(BIN)/python -m pytest -n 3 -m "slow and not quiet_machine" $$(grep -rl "mark\.slow" tests --include="test_*.py") && \
 	$(BIN)/python -m pytest -m "slow and quiet_machine" $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 
 # An hour and ten minutes, by hand: memory, descriptors and answers of a server, and kills.
@@ -93,17 +93,17 @@ soak: $(STAMP)
 test-lowest:
 	test -x $(LOWEST_VENV)/bin/uv || { $(PYTHON) -m venv $(LOWEST_VENV) && $(LOWEST_VENV)/bin/pip install --quiet uv; }
 	$(LLAMA_BUILD) $(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct $(PIP_FLAGS) -e '.[dev]'
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest --forks 3 -m "not clock and not quiet_machine and not slow" -k "not are_dependencies_of_all_and_pinned"
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock and not quiet_machine and not slow" -k "not are_dependencies_of_all_and_pinned"
 
 scale-test:
 	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)
-	$(SCALE_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[scale,load]' pytest pytest-timeout
+	$(SCALE_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[scale,load]' pytest pytest-timeout pytest-xdist
 	$(SCALE_VENV)/bin/python -m pytest tests/scale -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 test-vulkan:
 	@docker/vulkan-headers.sh .vulkan || { status=$$?; test $$status = 3 && echo "test-vulkan: not run" && exit 0; exit $$status; }; \
 	set -e; test -x $(VULKAN_VENV)/bin/python || $(PYTHON) -m venv $(VULKAN_VENV); \
-	$(VULKAN_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[load]' pytest pytest-timeout; \
+	$(VULKAN_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[load]' pytest pytest-timeout pytest-xdist; \
 	$(MAKE) --no-print-directory llama GPU=vulkan VENV=$(VULKAN_VENV); \
 	ls /dev/dri/renderD* /dev/nvidiactl 2>/dev/null | grep -q . || export GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0}; \
 	$(VULKAN_VENV)/bin/python -m pytest -m vulkan tests/serving/backends/test_vulkan.py

@@ -9,10 +9,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-from tests.tools.forked_workers import run_in_forks
 from tests.tools.forks import Forks
 
 # Engines in a test's own process: other workers of the suite use the cores too, and a thread that
@@ -102,8 +103,14 @@ def place_in_queue(nodeid: str) -> int:
     return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
 
+class ByGroup(LoadScopeScheduling):
+    """xdist's `loadfile`, with the groups above, in the order of collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return worker_group(nodeid)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", type=int, default=0, help="workers (tests.tools.forked_workers)")
     parser.addoption(
         "--heavy",
         choices=("with", "only", "without"),
@@ -123,13 +130,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if path.startswith(HEAVY) is (choice == "without") else None
 
 
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests in forks with `--forks`; None: pytest does."""
-    count = session.config.getoption("forks")
-    if not count or session.config.option.collectonly or session.testsfailed:
-        return None
-    run_in_forks(session, count, worker_group)
-    return True
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_forked_workers import CONFTEST
 from tests.time_per_file import read_times, table
 
 BUSY = """import subprocess, sys, time
@@ -22,12 +21,11 @@ def test_cpu_time_of_a_file_includes_its_children_and_is_the_sum_of_all_runs(
     times = tmp_path / "times.json"
     (tmp_path / "test_idle.py").write_text("def test_nothing(): pass\n")
     (tmp_path / "test_busy.py").write_text(BUSY)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
     root = Path(__file__).parent.parent
-    for number, forks in enumerate((0, 1), 1):
+    for number, with_workers in enumerate(([], ["-p", "xdist", "-n", "1"]), 1):
         plugin = ["-p", "tests.time_per_file", "--times", times]
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *plugin, f"--forks={forks}", tmp_path],
+            [sys.executable, "-m", "pytest", "-q", *plugin, *with_workers, tmp_path],
             cwd=tmp_path,
             env={"PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             check=True,

@@ -24,13 +24,13 @@ Times = dict[str, tuple[float, float]]  # by file: wall and CPU seconds
 
 
 class TimePerFile:
-    """Measures in each worker (tests.tools.forked_workers). The process that forks them adds up."""
+    """Measures in each worker; the controller of pytest-xdist, or the only process, adds up."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_worker: bool) -> None:
         self.path = path
+        self.is_worker = is_worker
         self.times: Times = {}
         self.counted_cpu_seconds = cpu_seconds()
-        os.register_at_fork(after_in_child=self.pytest_collection_finish)
 
     def pytest_collection_finish(self) -> None:
         self.counted_cpu_seconds = cpu_seconds()
@@ -49,6 +49,8 @@ class TimePerFile:
         _add(self.times, report.nodeid.partition("::")[0], report.duration, cpu)
 
     def pytest_sessionfinish(self) -> None:
+        if self.is_worker:
+            return
         all_runs = read_times(self.path)
         for file, (wall, cpu) in self.times.items():
             _add(all_runs, file, wall, cpu)
@@ -60,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(TimePerFile(config.getoption("times")))
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(TimePerFile(config.getoption("times"), is_worker))
 
 
 def cpu_seconds() -> float:
