@@ -60,4 +60,4 @@ def test_the_rate_of_conversations_counts_conversations() -> None:
     load = plan_load(options, 30.0)
     mean_turns = mean_turns_of(load.workload)
     assert mean_turns > 3 and load.plan.rate == pytest.approx(2.0 * mean_turns)
-    assert load.load_in_words() == "2 conversations/s"
+    assert load.load_in_words() == "2.00 conversations/s"

@@ -166,7 +166,7 @@ def test_a_plan_says_what_a_start_costs_and_who_serves_meanwhile() -> None:
     assert (rented.grade, rented.bridge, rented.bridged_share) == ("predicted", "mine", 0.0)
     assert rented.start_seconds == 60 + rented.load_seconds
     text = as_text(plan, 140)
-    assert "mine serves up to 30 requests a minute, so nobody waits for a start." in text
+    assert "mine serves up to 1,800 requests an hour, so nobody waits for a start." in text
     assert "first user waits" in text and '"waiting_share"' in as_json(plan)
     page = plan_page(plan)
     assert "so nobody waits for a start." in page and page.count(">first user waits<") == 1
