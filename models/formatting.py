@@ -104,7 +104,7 @@ def common_unit_rate(rates: Iterable[float | None]) -> float | None:
 
 
 class RateUnits:
-    """The units of a log: all rates of one device are written in the unit of the first of them.
+    """The units of a log: all rates of one device are written in one unit, chosen with the first.
 
     `devices_with_several`: those on which several configurations are measured. After the first,
     larger models may come, so its rates are written per minute unless they are high.
@@ -115,8 +115,8 @@ class RateUnits:
         self._unit_rates: dict[str | None, float] = {}
 
     def keep(self, device: str | None, rates: Iterable[float | None] = ()) -> float | None:
-        """Return the rate in whose unit the rates of a device are written. If none was written yet,
-        `rates` are the first. None: these are 0 or missing too."""
+        """Return a rate in whose unit all rates of a device are written. If none was written
+        yet, `rates` are the first. None: these are 0 or missing too."""
         if device not in self._unit_rates and (unit_rate := common_unit_rate(rates)) is not None:
             if device in self.devices_with_several and unit_rate < MAX_FOLLOWED_RATE:
                 unit_rate = min(unit_rate, PER_MINUTE_RATE)

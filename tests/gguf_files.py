@@ -24,7 +24,7 @@ from crossover.models.text.gguf_vocabulary import llama_library
 from crossover.models.weights.gguf_writer import write_file
 from crossover.models.weights.random_weights import as_bytes, rope_factors, stored_as, write_texts
 from crossover.models.weights.safetensors_reader import Floats, stored_rows
-from crossover.models.weights.weight_formats import StoredTensor, gguf_tensors
+from crossover.models.weights.weight_formats import GgufTensorLayout, gguf_tensors
 from tests.graph_logits import Ids
 
 CONTROL = 3  # of gguf.TokenType
@@ -34,7 +34,7 @@ def gguf_of(folder: Path, spec: ModelSpec, file: Path, kind: str) -> None:
     """A folder with the shipped tokenizer as a GGUF file of type F32, F16 or BF16."""
     rows = stored_rows(folder, spec)
 
-    def data(tensor: StoredTensor) -> Iterator[memoryview]:
+    def data(tensor: GgufTensorLayout) -> Iterator[memoryview]:
         if tensor.hf_name is None:
             assert spec.rope_scaling is not None
             yield as_bytes(rope_factors(spec, spec.rope_scaling))

@@ -17,7 +17,7 @@ from pathlib import Path
 from crossover.models import formatting
 from crossover.models.identity.model_ladder import PUBLISHED
 from crossover.models.shape.model_families import FAMILIES
-from crossover.models.weights.weight_formats import StoredTensor
+from crossover.models.weights.weight_formats import GgufTensorLayout
 from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.cli.report_command import DEFAULT_FORMATS, FORMATS
 from crossover.reports.devices.calibrated_machines import read_machines
@@ -228,7 +228,7 @@ def shapes() -> list[str]:
         weight_format, spec = model.shape.formats[0], model.spec
         shape = model.shape.in_format(weight_format)
         file_bytes = sum(
-            StoredTensor(name, None, sizes, shape.tensor_type(name, sizes)).bytes
+            GgufTensorLayout(name, None, sizes, shape.tensor_type(name, sizes)).bytes
             for name, sizes in shape.tensors().items()
         )
         kind = "a mixture of experts" if spec.experts is not None else "dense"

@@ -196,7 +196,7 @@ class CellRun:
         state, say = self.state, self.progress.say
         cause = disturbance_in_words(disturbance)
         attempts = sum(other.rate == level.rate for other in state.set_aside_levels)
-        if attempts >= MAX_DISTURBED:
+        if attempts % MAX_DISTURBED == 0:
             state.record(journal.NeverQuiet(cell=state.key, reason=cause))
             say(f"  disturbed again: {cause}; whether an idle machine meets the SLO is not known")
             return

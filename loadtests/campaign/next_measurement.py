@@ -129,10 +129,10 @@ class CellProgress:
 
     @cached_property
     def disturbed_rates(self) -> list[float]:
-        """The rates at which a level and its repetition were set aside, in the order of measuring.
-        They are not tried again."""
+        """The rates at which a level and its repetition were set aside, in the order of measuring,
+        one for each such pair. They are not tried again, unless the campaign lists one twice."""
         counts = Counter(level.rate or 0.0 for level in self.set_aside)
-        return [rate for rate, count in counts.items() if count >= MAX_DISTURBED]
+        return [rate for rate, count in counts.items() for _ in range(count // MAX_DISTURBED)]
 
     @cached_property
     def answer_seconds(self) -> float | None:
@@ -304,7 +304,7 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     highest_met = max(progress.rates_with("meets"), default=0.0)
     needed_starts = min(progress.block, progress.search.starts)
     # Of the machine as busy as it is: a level at a higher rate would miss the SLO.
-    reachable = min(estimate, capacity.busy_rate or estimate)
+    reachable = estimate if capacity.busy_rate is None else min(estimate, capacity.busy_rate)
     is_near = bool(capacity.confirmed_rate) and reachable <= NEAR_FACTOR * highest_met
     if is_near and capacity.starts >= needed_starts:
         return StopMeasuring("the confirmed rate is near the estimated capacity")
@@ -318,7 +318,7 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
         return _confirming_level(progress, highest_met)
     missed_rates = progress.rates_with("misses")
     rate = CONFIRMING_SHARE * min([reachable, *missed_rates])
-    if rate < (verdict_rate := _least_verdict_rate(progress)):
+    if rate < (verdict_rate := _min_rate_for_verdict(progress)):
         # The level would have no verdict. At a higher rate it may have one.
         rate = max(rate, min(verdict_rate, CONFIRMING_SHARE * min([estimate, *missed_rates])))
     last_rates = [level.rate or 0.0 for level in loaded[-1:]] + progress.disturbed_rates
@@ -413,11 +413,11 @@ def _bounding_level(progress: CellProgress) -> LevelPlan | StopMeasuring:
     rate = _bounding_rate(progress, tried)
     if rate is None or affordable < min_seconds:
         return _too_little_time(progress)
-    rate = _rounded(max(rate, _least_verdict_rate(progress)))
+    rate = _rounded(max(rate, _min_rate_for_verdict(progress)))
     met, missed = _bounds(tried)
     if not met < rate < missed:
         return _too_little_time(progress)
-    min_requests = _least_verdict_requests(progress)
+    min_requests = _min_requests_for_verdict(progress)
     min_seconds = max(min_seconds, VERDICT_MARGIN * min_requests / rate)
     # With this many requests some may miss the SLO; confirming_seconds has the formula.
     enough_seconds = min_requests / EXPECTED_ATTAINMENT_MARGIN**2 / rate
@@ -425,15 +425,18 @@ def _bounding_level(progress: CellProgress) -> LevelPlan | StopMeasuring:
     return _open_loop(progress, rate, round(seconds, 1))
 
 
-def _least_verdict_requests(progress: CellProgress) -> float:
+def _min_requests_for_verdict(progress: CellProgress) -> float:
     """Return how many requests give the verdict "meets" if all of them meet the SLO."""
     return MIN_DESIGN_EFFECT * requests_to_hold(progress.slo)
 
 
-def _least_verdict_rate(progress: CellProgress) -> float:
-    """Return the requests/s at which the time left is long enough for a verdict; inf: none is."""
+def _min_rate_for_verdict(progress: CellProgress) -> float:
+    """Return the lowest rate, requests/s, at which the time left gives enough requests for a
+    verdict; inf: no time is left."""
     seconds = progress.affordable_seconds
-    return VERDICT_MARGIN * _least_verdict_requests(progress) / seconds if seconds > 0 else math.inf
+    return (
+        VERDICT_MARGIN * _min_requests_for_verdict(progress) / seconds if seconds > 0 else math.inf
+    )
 
 
 def _bounding_rate(progress: CellProgress, tried: Sequence[TriedRate]) -> float | None:

@@ -53,9 +53,10 @@ class TimeBudget:
     def seconds_of(self, state: CellRecord, blocks: int) -> float:
         """Return the seconds that a cell may use in the first of its remaining `blocks`.
 
-        Until it is calibrated it gets the time of an estimate, even if the cells before it took
-        longer than their shares: answers that come late make a level longer than planned, and the
-        last cells would not be measured at all.
+        Until it is calibrated it gets at least the time that an estimate takes (but no more than an
+        even part of the budget), even if the cells before it took longer than their shares: answers
+        that come late make a level longer than planned, and the last cells would not be measured at
+        all.
         """
         if state.key in self._confirming:
             needed = estimate_of(state).confirm_seconds or 0.0
@@ -123,13 +124,13 @@ def share_budget(
     return {cell.key: needed.get(cell.key, rest_seconds) for cell in cells}
 
 
-def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float:
+def _needed_seconds(cell: Cell, confirms: bool, campaign: Campaign) -> float:
     """Return the seconds of measuring that an estimate takes and, on a GPU, the level that confirms
     it. On a GPU that is some 40 s, or 75 s if a TTFT limit of 2 s makes the level a minute long."""
     if cell.device != "gpu":
         return ESTIMATE_SECONDS + (SLOTS_SECONDS if are_slots_open(cell, campaign) else 0.0)
     estimate_seconds = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
-    if not is_confirmed:
+    if not confirms:
         return estimate_seconds
     min_level_seconds = campaign.search.level_seconds_on("gpu")
     level_seconds = shortest_level(campaign.slo, None, min_level_seconds)

@@ -84,6 +84,6 @@ def _interval_words(row: ComparedMetric) -> str | None:
 
 def _value(row: ComparedMetric, value: float) -> str:
     """Return one of the two values of a row with its unit, which is the same for both rates."""
-    if row.metric == "limit":
+    if row.metric == "estimated capacity":
         return formatting.rate(value, 3, like=formatting.common_unit_rate([row.first, row.second]))
     return f"{value:.3g}/s" if row.metric == "output tokens/s" else formatting.seconds(value, 3)

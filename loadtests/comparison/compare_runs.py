@@ -52,7 +52,10 @@ MIN_CHANGE = 0.01  # smaller differences have no practical importance
 # Smallest standard deviation of ln(value) that is assumed. Runs with nearly equal values, for
 # example because times are rounded, would make any difference significant.
 MIN_SPREAD = 1e-4
-CAPACITY, TOKENS_PER_SECOND = "limit", "output tokens/s"  # metrics of which more is better
+CAPACITY, TOKENS_PER_SECOND = (
+    "estimated capacity",
+    "output tokens/s",
+)  # metrics of which more is better
 
 Verdict = Literal["faster", "slower", "no difference shown", "not known"]
 CellFacts = tuple[str, ...]  # the values of run_environment.CELL, in that order
@@ -77,7 +80,7 @@ class ComparedMetric(msgspec.Struct, frozen=True, kw_only=True):
 
     cell: str
     load: str  # "" for the capacity
-    metric: str  # "TTFT p50" ..., "output tokens/s", "limit"
+    metric: str  # "TTFT p50" ..., "output tokens/s", "estimated capacity"
     runs: tuple[int, int]  # number of runs with the metric, in each arm
     first: float  # geometric mean of the first arm's runs
     second: float

@@ -17,7 +17,7 @@ from crossover.models.shape.model_families import FAMILIES
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.text.chat_template import CHATML
 from crossover.models.text.tokenizer import SPECIAL_TOKENS, shipped
-from crossover.models.weights.weight_formats import StoredTensor, gguf_tensors
+from crossover.models.weights.weight_formats import GgufTensorLayout, gguf_tensors
 from crossover.models.weights.weights_manifest import Progress
 
 
@@ -25,7 +25,7 @@ def write_file(
     spec: ModelSpec,
     weight_format: str,
     path: Path,
-    data: Callable[[StoredTensor], Iterable[bytes | memoryview]],
+    data: Callable[[GgufTensorLayout], Iterable[bytes | memoryview]],
     progress: Progress | None = None,
 ) -> None:
     """Write a GGUF file with the shipped tokenizer. `data` returns the bytes of a tensor, in
@@ -62,7 +62,7 @@ def write_shape_file(
     writer.add_quantization_version(2)
     _add_vocabulary(writer, shape.sizes.vocabulary)
     tensors = [
-        StoredTensor(tensor, None, sizes, shape.tensor_type(tensor, sizes))
+        GgufTensorLayout(tensor, None, sizes, shape.tensor_type(tensor, sizes))
         for tensor, sizes in shape.tensors().items()
     ]
     _write(
@@ -87,8 +87,8 @@ def _writer(path: Path, architecture: str, weight_format: str) -> gguf.GGUFWrite
 def _write(
     writer: gguf.GGUFWriter,
     path: Path,
-    tensors: Sequence[StoredTensor],
-    data: Callable[[StoredTensor], Iterable[bytes | memoryview]],
+    tensors: Sequence[GgufTensorLayout],
+    data: Callable[[GgufTensorLayout], Iterable[bytes | memoryview]],
     name: str,
     weight_format: str,
     progress: Progress | None,

@@ -36,7 +36,7 @@ from crossover.models.text.gguf_vocabulary import llama_library
 from crossover.models.text.tokenizer import write_shipped
 from crossover.models.weights.gguf_writer import write_file, write_shape_file
 from crossover.models.weights.safetensors_reader import EMBEDDING, HEAD, Floats
-from crossover.models.weights.weight_formats import BLOCKS, StoredTensor
+from crossover.models.weights.weight_formats import BLOCKS, GgufTensorLayout
 from crossover.models.weights.weights_manifest import (
     GENERATOR,
     Manifest,
@@ -73,7 +73,7 @@ def write_gguf(
     """
     weights = RandomWeights(spec, seed)
 
-    def data(tensor: StoredTensor) -> Iterable[memoryview]:
+    def data(tensor: GgufTensorLayout) -> Iterable[memoryview]:
         if tensor.hf_name is not None:
             return weights.stream(tensor.hf_name, tensor.type)
         assert spec.rope_scaling is not None

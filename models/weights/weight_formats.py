@@ -98,7 +98,7 @@ def normalized_format(kind: str, weight_format: str) -> str:
     )
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class GgufTensorLayout(msgspec.Struct, frozen=True):
     """One tensor of a GGUF file."""
 
     name: str  # in the GGUF file
@@ -113,7 +113,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape) // block.weights * block.bytes
 
 
-def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[StoredTensor]:
+def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensorLayout]:
     """Return all tensors of the GGUF file that Crossover writes for this shape, in file order.
     Raises UnsupportedModel if it does not write the format."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -131,9 +131,9 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[StoredTensor]:
     for tensor in spec.tensors():
         name = name_of(tensor.name, (".weight", ".bias"))
         kind = tensor_type(spec, weight_format, tensor)
-        tensors.append(StoredTensor(name, tensor.name, tensor.shape, kind))
+        tensors.append(GgufTensorLayout(name, tensor.name, tensor.shape, kind))
     if spec.rope_scaling is not None:
-        tensors.append(StoredTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
+        tensors.append(GgufTensorLayout("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
     return tensors
 
 

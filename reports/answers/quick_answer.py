@@ -162,7 +162,7 @@ def _notes_of(cell: CellData) -> list[str]:
     if cell.capacity is not None:
         taken_words = disturbance_words(cell.capacity, cell.unit_rate)
         if taken_words and (who := _who_took_most(measured.level for measured in cell.levels)):
-            taken_words += f" Most of it went to {who}."
+            taken_words += f" The largest share in the most disturbed measurement went to {who}."
         notes += filter(None, (taken_words, check_words(cell.capacity)))
     if cell.server is not None and (ready is None or not ready.info.slots):
         slots = cell.server.settings.slots

@@ -147,7 +147,8 @@ class _TimeIsOver(LoadError):
 
 
 class _ServerWatch:
-    """Watches the cores of a server of this machine, to see whether others took them from it."""
+    """Watches the cores of a server of this machine, to see whether other processes took CPU time
+    from it."""
 
     def __init__(self) -> None:
         self._cores: CoreWatch | None = None  # None: the server is on another machine
@@ -166,7 +167,7 @@ class _ServerWatch:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, watch: _ServerWatch) -> Iterator[None]:
-    """Interrupt the block so early that it is closed within `seconds`, and raise _TimeIsOver.
+    """Interrupt the block early enough to close within `seconds`, and raise _TimeIsOver.
 
     The block is interrupted as by Ctrl-C: every server, process and file is closed, and the records
     are kept. The journal names the time limit as the reason. The error says what `watch` saw.
@@ -177,7 +178,7 @@ def _time_limit(seconds: float, watch: _ServerWatch) -> Iterator[None]:
         nonlocal is_over, disturbance
         is_over = True
         ignore_signals()
-        disturbance = watch.disturbance()  # while the load generator, which is no other, still runs
+        disturbance = watch.disturbance()  # now: the load generator must still run to be known
         raise KeyboardInterrupt(f"the time limit of {seconds:g} s was reached")
 
     previous_handler = signal.signal(signal.SIGALRM, end)

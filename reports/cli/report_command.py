@@ -54,6 +54,7 @@ def _report(options: ReportOptions) -> None:
     if options.share is not None:
         from crossover.reports.render.export_run import export_machine, export_run
 
+        _check_alone(options)
         export = export_machine if options.share.suffix == ".json" else export_run
         for line in export(options.run, options.share):
             typer.echo(line)
@@ -111,6 +112,23 @@ def _write(
         typer.echo(str(path))
     if options.open_page:
         webbrowser.open(written[0].resolve().as_uri())
+
+
+def _check_alone(options: ReportOptions) -> None:
+    """Raises ReportError for an option beside --share, which writes no report."""
+    others = {
+        "--out": options.out,
+        "--format": options.formats,
+        "--png": options.png,
+        "--slo": options.slo,
+        "--cores-for": options.cores_for,
+        "--check": options.checks,
+        "--json": options.as_json,
+        "--open": options.open_page,
+    }
+    for name, value in others.items():
+        if value:
+            raise ReportError(f"{name} cannot be combined with --share, which writes no report")
 
 
 def _formats(options: ReportOptions) -> list[str]:

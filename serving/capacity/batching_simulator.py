@@ -109,8 +109,8 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, **selected)
 
 
-class Played(Simulated, frozen=True, eq=False, kw_only=True):
-    """Simulated requests that came together, and what each of them had to wait for."""
+class SimulatedLoad(Simulated, frozen=True, eq=False, kw_only=True):
+    """Simulated requests of one load, and what each of them had to wait for."""
 
     waited_for_slot: Flags
     waited_for_kv: Flags  # for room in the KV cache, or it was preempted
@@ -126,7 +126,7 @@ def simulate(
     cached_tokens: Numbers | None = None,
     *,
     turns: Turns | None = None,
-) -> Played:
+) -> SimulatedLoad:
     """Simulate requests that are due at these times (seconds, ascending) to their ends.
 
     `prompt_tokens`, `output_tokens`: [n]. `cached_tokens`: prompt tokens that are not computed
@@ -372,11 +372,11 @@ class Simulation:
             self.end(heapq.heappop(decoding)[1])
         return True
 
-    def results(self) -> Played:
+    def results(self) -> SimulatedLoad:
         """Return the requests. Those that have not ended have infinite times."""
         times = self.times()
         last_token_at = np.array(self.last_token_at)
-        return Played(
+        return SimulatedLoad(
             **msgspec.structs.asdict(times),
             waited_for_slot=self.work.waited_for_slot(
                 times.due, last_token_at, self.settings.slots * self.settings.engines

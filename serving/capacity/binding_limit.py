@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from crossover.models import formatting
-from crossover.serving.capacity.batching_simulator import Played
+from crossover.serving.capacity.batching_simulator import SimulatedLoad
 from crossover.serving.capacity.scheduler_settings import MAX_GPU_SLOTS, SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import LIMITED_TIMES, Flags, Slo, Times
@@ -274,7 +274,7 @@ class _LargerSetting(NamedTuple):
 
 
 def _larger_settings(
-    gains: _Gains, simulated: Played, missed: Flags, choose: Callable[[], SlotsChoice]
+    gains: _Gains, simulated: SimulatedLoad, missed: Flags, choose: Callable[[], SlotsChoice]
 ) -> Iterator[_LargerSetting]:
     """Yield the best number of slots and twice the KV memory, each only if most requests that
     missed the SLO had waited for it."""
@@ -316,7 +316,7 @@ def _history_tokens(server: Server, rate: float) -> int:
     return int(float(f"{tokens:.1e}"))
 
 
-def _lost_share(server: Server, simulated: Played) -> float:
+def _lost_share(server: Server, simulated: SimulatedLoad) -> float:
     """Return the share of all prompt tokens that the server computes again because another
     conversation took the place of their KV, 0..1."""
     if server.lengths.turns is None:
@@ -325,7 +325,7 @@ def _lost_share(server: Server, simulated: Played) -> float:
     return max(0.0, float(lost_tokens / server.lengths.prompt.mean()))
 
 
-def busy_shares(step_times: StepTimeModel, simulated: Played) -> BusyShares:
+def busy_shares(step_times: StepTimeModel, simulated: SimulatedLoad) -> BusyShares:
     """Return how the busy time of a simulation divides, by its step-time model."""
     work = simulated.work
     prompts = step_times.prompt_token_seconds * work.prompt_tokens

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from crossover.serving.capacity.batching_simulator import (
     Array,
     Flags,
-    Played,
     Reuse,
     SharedQueue,
     Simulated,
+    SimulatedLoad,
     Simulation,
     Turns,
     simulation_of,
@@ -356,7 +356,7 @@ class Server:
         self.lengths = lengths
         self.arrivals = arrivals
         self.count = count
-        self.played: dict[float, Played] = {}  # by rate
+        self.played: dict[float, SimulatedLoad] = {}  # by rate
         self.busy_shares: dict[float, float] = {}  # by rate
         self.crossings: dict[tuple[Slo, float | None], float] = {}  # by SLO and `below`
 
@@ -456,7 +456,7 @@ class Server:
             reasoning_share=lengths.reasoning_share,
         )
 
-    def play(self, rate: float) -> Played:
+    def play(self, rate: float) -> SimulatedLoad:
         """Return the requests simulated at this rate, without warm-up and cool-down.
 
         Raises WorkloadError if no request arrives between them.
@@ -521,7 +521,7 @@ class Server:
         due: Array = since[since < seconds + before] - before
         return due
 
-    def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> Played:
+    def _finish(self, simulation: Simulation | SharedQueue, rate: float) -> SimulatedLoad:
         """Play a simulation to its end and return the requests that count. Raises WorkloadError if
         there are none."""
         simulation.play()
@@ -669,7 +669,7 @@ class Server:
         progress at the start."""
         return 0.0 if self.lengths.turns is None else float(self._offsets.max())
 
-    def simulate_due(self, due: Array) -> Played:
+    def simulate_due(self, due: Array) -> SimulatedLoad:
         """Simulate requests that are due at these times (seconds, ascending), or conversations that
         begin at them."""
         simulation = self.begin(due)

@@ -321,8 +321,13 @@ def machine_rows(facts: HardwareFacts, root: Path = ROOT) -> Iterator[tuple[str,
         yield "NUMA", nodes_text
     engines = arrangements(allowed, root, quota)[0].engines
     note = split_cores(allowed, root=root, quota=quota, engines=engines).note
-    unless = "; one engine if a model does not fit on each node" if engines > 1 else ""
-    yield "serve would use", f"{note}{unless}"
+    exceptions_text = ""
+    if engines > 1:
+        exceptions_text = (
+            "; one engine if the model does not fit on each node, or if one engine on all nodes is "
+            "measured to have a higher capacity"
+        )
+    yield "serve would use", f"{note}{exceptions_text}"
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
     for gpu in facts.gpus:

@@ -6,7 +6,7 @@ wasted. On a larger machine HTTP gets one core with all of its hyperthreads, bec
 threads wait for each other at every operator: a process that takes one core from the engine delays
 all of its threads. If other work runs on the machine, `--cores` and `--api-cores` keep it apart.
 
-An engine does not use all cores where some would slow it down: cores of another NUMA node, since
+By default an engine avoids cores that would slow it down: cores of another NUMA node, since
 its weights lie on one node, and small cores beside big ones. HTTP then runs on those, or, on
 several nodes, further engines (`arrangements`).
 """
@@ -192,16 +192,22 @@ def arrangements(
     each node, one on one node, and one on all nodes.
 
     On one node there is one engine; so it is with a CPU quota below all cores, which several
-    engines would have to divide. There is one on each node only if the nodes have equally many
-    cores, since engines get equal shares, and if cores remain on each beside HTTP.
+    engines would have to divide, and where nodes share cores, as emulated ones do. There is one on
+    each node only if the nodes have equally many cores, since engines get equal shares, all equally
+    fast, and if cores remain on each beside HTTP.
     """
     nodes = nodes_of(allowed, numa_nodes(root))
     physical = physical_of(allowed, root)
-    if len(nodes) < 2 or (quota is not None and quota < len(set(physical.values()))):
+    are_apart = sum(len(node.cpus) for node in nodes) == len(
+        {c for node in nodes for c in node.cpus}
+    )
+    has_low_quota = quota is not None and quota < len(set(physical.values()))
+    if len(nodes) < 2 or not are_apart or has_low_quota:
         return (Arrangement(),)
     sizes = {len({physical[cpu] for cpu in node.cpus if cpu in physical}) for node in nodes}
     single = Arrangement(), Arrangement(1, len(nodes))
-    if len(sizes) > 1 or (len(allowed) > SHARED_CORES and min(sizes) <= 2):
+    are_alike = len(sizes) == 1 and _fast_cores(allowed, root) == allowed
+    if not are_alike or (len(allowed) > SHARED_CORES and min(sizes) <= 2):
         return single
     return Arrangement(len(nodes)), *single
 
@@ -230,10 +236,9 @@ def best_engine_cores(
         fitting_nodes.sort(key=lambda node: (count[node.number], node.free_bytes), reverse=True)
         best = {cpu for node in fitting_nodes[:needed] for cpu in node.cpus}
         cores = tuple(core for core in allowed if core in best)
-        why = (
-            f"one NUMA node of {len(all_nodes)}, since the weights lie on one; "
-            f"--engines {len(all_nodes)} uses all"
-        )
+        why = f"one NUMA node of {len(all_nodes)}, since the weights lie on one"
+        if Arrangement(len(all_nodes)) in arrangements(allowed, root):
+            why += f"; --engines {len(all_nodes)} uses all"
         if needed > 1:
             why = f"{needed} NUMA nodes of {len(all_nodes)}, one for each engine"
     fast_cores = _fast_cores(cores, root)

@@ -43,8 +43,9 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Measured step times of one engine for one model on one machine."""
 
     slots: int
-    prompt_tokens_per_second: float  # of further tokens of a prompt
-    # Of a prompt beside decode rows, besides its tokens: engines on CPUs read the weights again.
+    prompt_tokens_per_second: float  # from the difference between two prompt lengths
+    # Extra seconds if a prompt shares a step with decode rows: CPU engines then read the weights
+    # again.
     pass_seconds: float
     decode_seconds: float  # of a decode step with one row
     decode_slots_seconds: float  # of a decode step with one row per slot

@@ -303,7 +303,7 @@ def _slots_of(
 def _slots_reason(chosen: SlotsChoice, unit_rate: float | None) -> str:
     """Return what the chosen slots give."""
     if chosen.gain < MIN_GAIN:
-        return "it carries as much and keeps more histories of conversations"
+        return "its capacity is as high, and it keeps more conversation histories"
     more, fewer = (rate(value, like=unit_rate) for value in (chosen.rate, chosen.present_rate))
     return f"it carries {more} in place of {fewer}"
 
@@ -443,7 +443,7 @@ def known_times(
         cores=split.engines[0].cores,
         memory_nodes=split.engines[0].memory_nodes,
     )
-    name = f"{engine.name}, one of them," if len(split.engines) > 1 else engine.name
+    name = f"one engine of {engine.name}" if len(split.engines) > 1 else engine.name
     progress(f"measuring {name} on {files.name}", None)
     times = measured_times(config, question.request.spec)
     elapsed = duration(time.monotonic() - started)

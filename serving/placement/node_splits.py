@@ -4,7 +4,7 @@
     splits[0]         # where no step times are known
 
 fastest_backend.py compares the splits by step times. Where none are known, one engine on each node
-is best: each serves as the one engine on one node would, which leaves the other nodes idle.
+is best: one engine on a single node would leave the others idle.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def fitting_splits(
     order; [] if it has none. The context must be set.
 
     Of several arrangements, those in which each engine has one NUMA node count only if its memory
-    fits there, and a single engine on one node only if no one with several engines counts, since it
-    is one of those engines.
+    fits there, and a single engine on one node only if one engine on each node does not fit.
     """
     splits: list[CoreSplit] = []
     for arrangement in arrangements:

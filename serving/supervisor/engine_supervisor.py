@@ -17,10 +17,10 @@ the next one; the others end with finish "error".
 
 `side_by_side`: the configurations are no alternatives. All of their engines serve at the same time,
 from one queue, each on cores of its own. The model is ready once all of them have loaded, or once
-some have and the others take much longer (MIN_WAIT_FOR_OTHERS_SECONDS), as an engine does that
-hangs. Those join when they have loaded. When one of them dies, or is killed because it hangs, it is
-restarted while the others serve, and one that is not restarted any more leaves the model to the
-others. The state is "restarting" only while none serves.
+some are ready and the others take much longer (MIN_WAIT_FOR_OTHERS_SECONDS), as an engine that
+hangs does. Those join when they have loaded. When one of them dies, or is killed because it hangs,
+it is restarted while the others serve, and one that is not restarted any more leaves the model to
+the others. The state is "restarting" only while none serves.
 
 The CPU can be a bridge while a GPU's engine restarts after its death. If the next engine of the
 list is on the CPU, and `estimate_load_seconds` says that it will be ready sooner, both load, and
@@ -399,7 +399,9 @@ class Supervisor:
             self._become(EngineState.ready, None)
             for engine in self.engines:
                 if engine.ready is None:
-                    self._record_event("late", "it is still loading, the others serve", engine)
+                    self._record_event(
+                        "late", "still loading; the other engines serve without it", engine
+                    )
 
     def _waits_for_others(self, serving: Sequence[EngineProcess]) -> bool:
         """Return whether the model is still loading because of engines other than these, which are

@@ -113,7 +113,9 @@ def test_beside_another_process_the_idle_machine_is_estimated_in_the_same_time(
     assert answer.binding is None or answer.binding.kind != "other_processes"
     (note,) = [note for note in answer.notes if "of this machine alone" in note]
     assert f"other processes took {share:.0%}" in note and note in "\n".join(lines_of(answer))
-    assert note.endswith("Most of it went to `hog` (pid 7).")
+    assert note.endswith(
+        "The largest share in the most disturbed measurement went to `hog` (pid 7)."
+    )
 
 
 def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:

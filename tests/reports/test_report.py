@@ -278,6 +278,8 @@ def test_the_command_writes_the_requested_files_and_exits_by_the_checks(tmp_path
         done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
     )
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
+    shared = command("report", folder, "--share", folder / "x.json", "--slo", "chat")
+    assert "--slo cannot be combined with --share" in shared[1]
     for slo, message in (
         ("fast", "--slo SLO preset 'fast' does not exist. Available presets: chat, "),
         ("ttft=x", "--slo 'ttft=x': ttft must be a number, got 'x'"),

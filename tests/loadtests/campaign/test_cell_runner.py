@@ -334,6 +334,14 @@ def test_a_level_that_missed_while_disturbed_is_repeated_once_within_the_budget(
     assert "repeating it once" in world.output.getvalue()
 
 
+def test_a_rate_that_a_campaign_lists_twice_is_repeated_once_for_each(tmp_path: Path) -> None:
+    world = Simulated(hog=(0.0, 1e9), hog_share=0.7)
+    folder = world.run(campaign(300, search="rates = [1.0, 1.0]"), tmp_path)
+    check_folder(folder)
+    assert rates(folder) == [1.0] * 4
+    assert len(of_kind(read_records(folder).events, NeverQuiet)) == 2
+
+
 def test_a_disturbed_level_that_no_time_is_left_to_repeat_is_not_waited_for(tmp_path: Path) -> None:
     world = Simulated(hog=(45.0, 1e9), hog_share=0.5)
     folder = world.run(campaign(150), tmp_path)

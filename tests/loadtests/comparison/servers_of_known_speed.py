@@ -76,7 +76,7 @@ class Servers:
                 values[load, "output tokens/s"] = 30.0 * math.exp(0.03 * rng.normal())
             values["single stream", "TPOT mean"] = scale * 0.023
             values["single stream", "TTFT mean"] = scale * 0.1
-            values["", "limit"] = 3.0 / scale * math.exp(0.03 * rng.normal())
+            values["", "estimated capacity"] = 3.0 / scale * math.exp(0.03 * rng.normal())
             run = manifest(f"{name}{i}", at=2 * i + (name > "a"))
             found.append(RunValues(run, {CELL: values}))
         return found

@@ -63,7 +63,7 @@ def test_a_fifth_is_found() -> None:
     assert sum(verdict in ("faster", "different") for verdict in verdicts) <= 0.05 * TRIALS
     servers = Servers(0.02, seed=1)
     back = compare(servers.arm("a", 5, slower=1.2), servers.arm("b", 5))
-    limit = next(row for row in back.rows if row.metric == "limit")
+    limit = next(row for row in back.rows if row.metric == "estimated capacity")
     assert back.verdict == "faster" and limit.ratio is not None and limit.ratio > 1.1
 
 
@@ -176,7 +176,7 @@ def test_a_run_is_one_number_a_metric(tmp_path: Path) -> None:
     assert list(dict.fromkeys(load for load, _ in values)) == ["3.000/s", "2.000/s", ""]
     assert values["3.000/s", "TTFT p50"] == pytest.approx(0.3, rel=0.05)
     assert {("2.000/s", one) for one in ("TPOT p50", "E2E p95", "output tokens/s")} <= set(values)
-    assert values["", "limit"] == pytest.approx(3.5, rel=0.02)
+    assert values["", "estimated capacity"] == pytest.approx(3.5, rel=0.02)
 
 
 def test_the_verb_compares_run_folders_and_folders_of_runs(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_the_verb_compares_run_folders_and_folders_of_runs(tmp_path: Path) -> No
 
     done = run_compare(a, b)
     assert done.exit_code == 0, done.output
-    for part in (": slower", "TTFT p50", "3.000/s", "3+3", "limit"):
+    for part in (": slower", "TTFT p50", "3.000/s", "3+3", "estimated capacity"):
         assert part in done.output, part
     slower = ["--fail-on", "slower"]
     assert run_compare(*slower, a, b).exit_code == 1 and run_compare(*slower, b, a).exit_code == 0

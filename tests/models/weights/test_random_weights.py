@@ -10,7 +10,7 @@ from crossover.models.gguf.shapes import GgufShape, Sizes
 from crossover.models.identity.model_ladder import PUBLISHED, ladder_model
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.random_weights import (
-    Weights,
+    RandomWeights,
     write_gguf,
     write_gguf_shape,
     write_hf_folder,
@@ -92,7 +92,7 @@ def test_no_two_rows_of_an_embedding_are_alike() -> None:
     """
     spec = msgspec.structs.replace(ladder_model("0.5b").spec, layers=1, intermediate=64)
     kinds = {tensor.hf_name: tensor.type for tensor in gguf_tensors(spec, "Q4_0")}
-    stored = b"".join(Weights(spec, seed=0).stream(EMBEDDING, kinds[EMBEDDING]))
+    stored = b"".join(RandomWeights(spec, seed=0).stream(EMBEDDING, kinds[EMBEDDING]))
     rows = np.frombuffer(stored, np.uint8).reshape(spec.vocabulary, -1)
     assert len({hash(row.tobytes()) for row in rows}) == spec.vocabulary
 

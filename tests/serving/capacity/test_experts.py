@@ -17,7 +17,7 @@ import pytest
 
 from crossover.loadtests.capacity.calibration_bursts import calibrate
 from crossover.models.shape.model_spec import Routing
-from crossover.serving.capacity.batching_simulator import Array, Played
+from crossover.serving.capacity.batching_simulator import Array, SimulatedLoad
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import SEED, Server, lengths_of
 from crossover.serving.capacity.slo import Slo
@@ -72,7 +72,7 @@ class KnownCapacity(Server):
         super().__init__(StepTimeModel(base_seconds=1.0), SLOTS, lengths, count=REQUESTS)
         self.steps = steps
 
-    def play(self, rate: float) -> Played:
+    def play(self, rate: float) -> SimulatedLoad:
         if rate not in self.played:
             due = due_times(self.arrivals, rate, REQUESTS / rate, SEED)
             simulated = self.simulate_due(due)
@@ -82,13 +82,13 @@ class KnownCapacity(Server):
     def meets(self, rate: float, slo: Slo) -> bool:
         return self.share(rate, slo) >= slo.target
 
-    def simulate_due(self, due: Array) -> Played:
+    def simulate_due(self, due: Array) -> SimulatedLoad:
         at = np.arange(len(due)) % len(self.lengths.prompt)
         prompts, outputs = self.lengths.prompt[at].tolist(), self.lengths.output[at].tolist()
         server = KnownServer(self.steps, slots=SLOTS.slots)
         level = server.level(due.tolist(), prompts, outputs)
         nobody = np.zeros(len(due), dtype=bool)
-        return Played(
+        return SimulatedLoad(
             due,
             level.ttft,
             level.tpot,

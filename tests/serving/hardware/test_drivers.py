@@ -72,8 +72,8 @@ def test_a_driver_that_does_not_start_is_a_cause(library: Path, wrong: str, caus
 
 def test_the_sampler_survives_an_old_driver(library: Path) -> None:
     code = (
-        "import msgspec, os; from crossover.loadtests.host.resource_sampler import Gpu;"
-        "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-0002'; gpu = Gpu();"
+        "import msgspec, os; from crossover.loadtests.host.resource_sampler import GpuMeter;"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-0002'; gpu = GpuMeter();"
         "import subprocess, sys;"
         "wait = 'import time; print(1, flush=True); time.sleep(60)';"
         "engine = subprocess.Popen([sys.executable, '-c', wait], stdout=subprocess.PIPE);"

@@ -257,7 +257,7 @@ def test_doctor_lists_the_nodes(
     engines = 1 if expected is None else len(tree.nodes)
     note = split_cores(tree.cpus, root=tmp_path, engines=engines).note
     assert rows["serve would use"].startswith(note)
-    assert ("one engine if a model does not fit" in rows["serve would use"]) == (engines > 1)
+    assert ("one engine if the model does not fit" in rows["serve would use"]) == (engines > 1)
 
 
 def test_doctor_measures_the_cpus_of_one_node(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_server_starts_with_the_slots_that_its_step_times_and_memory_give(
     chosen = stopped.value.placement
     assert (chosen.backend, chosen.settings.context_tokens) == ("onnx", 8192)
     assert chosen.settings.slots == 32
-    assert "with 32 slots it carries" in " ".join(reason.text for reason in chosen.reasons)
+    assert "; with 32 slots " in " ".join(reason.text for reason in chosen.reasons)
 
 
 def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a_gpu(

@@ -15,7 +15,7 @@ from crossover.serving.placement.engine_times import EngineTimes, save_times
 from crossover.serving.placement.fastest_backend import EngineCandidate, EngineQuestion
 from crossover.serving.placement.placement_policy import Placement, explain
 from crossover.serving.registry import prepare_model
-from crossover.serving.registry.prepare_model import Machine, Prepared, prepare
+from crossover.serving.registry.prepare_model import Host, Prepared, prepare
 from crossover.serving.server_options import ModelOptions
 from tests.serving.hardware.machine_trees import Tree, two_xeons
 from tests.tools.with_settings import placement_request
@@ -23,7 +23,7 @@ from tests.tools.with_settings import placement_request
 GIB = 1 << 30
 
 
-class OnTree(Machine):
+class OnTree(Host):
     """A machine made of files, with so much free memory."""
 
     def __init__(self, tree: Tree, memory_bytes: int = 380 * GIB) -> None:
@@ -101,7 +101,7 @@ def test_step_times_decide_where_they_are_known(
         def __init__(self, placement: Placement) -> None:
             self.placement = placement
 
-    def stop(model: ModelIdentity, placement: Placement, machine: Machine) -> None:
+    def stop(model: ModelIdentity, placement: Placement, *_: object) -> None:
         raise Placed(placement)
 
     machine = OnTree(two_xeons(tmp_path))
@@ -120,6 +120,7 @@ def test_step_times_decide_where_they_are_known(
             times = EngineTimes(
                 slots=16,
                 prompt_tokens_per_second=1 / slower,
+                pass_seconds=0.0,
                 decode_seconds=slower,
                 decode_slots_seconds=slower,
             )
