@@ -469,9 +469,21 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
         levels = levels_by_cell.get(str(entry.get("key")), [])
         cells.append(_cell_of(run, entry, levels, demand, slo))
     unit_rates = {
-        side: common_rate(cell.capacity for cell in cells if cell.side == side) for side in SIDES
+        side: _unit_rate(run, [cell for cell in cells if cell.side == side], slo) for side in SIDES
     }
     return [msgspec.structs.replace(cell, unit_rate=unit_rates[cell.side]) for cell in cells]
+
+
+def _unit_rate(run: RunRecords, cells: Sequence[CellData], slo: Slo) -> float | None:
+    """Return the rate in whose unit the rates of these configurations are written: that of the
+    campaign's texts, if it is recorded and the SLO is the campaign's, or else one that suits their
+    capacities."""
+    if slo == _campaign_part(run.manifest, "slo", Slo):
+        keys = {cell.key for cell in cells}
+        for event in of_kind(run.events, CellFinished):
+            if event.cell in keys and event.unit_rate:
+                return event.unit_rate
+    return common_rate(cell.capacity for cell in cells)
 
 
 def _demand(manifest: RunManifest) -> Demand | None:

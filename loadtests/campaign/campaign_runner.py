@@ -221,7 +221,8 @@ class CampaignSession:
         for state in self._states:
             capacity, words = getattr(state.ended, "capacity", None), "waits"
             if capacity is not None:
-                state.unit_rate = rate_units.keep(state.device, capacity_text.rates_of([capacity]))
+                rates = [state.unit_rate] if state.unit_rate else capacity_text.rates_of([capacity])
+                state.unit_rate = rate_units.keep(state.device, rates)
                 words = capacity_text.capacity_in_words(capacity, state.unit_rate)
             self._progress.set_status(state.key, words)
         with signals_interrupt(), self._progress.kept_alive():
@@ -317,7 +318,7 @@ class CampaignSession:
     def _finish_cell(self, state: CellState, capacity: journal.Capacity, position: str) -> None:
         """Record the capacity of a cell and print it."""
         unit_rate = state.unit_rate
-        state.record(journal.CellFinished(cell=state.key, capacity=capacity))
+        state.record(journal.CellFinished(cell=state.key, capacity=capacity, unit_rate=unit_rate))
         words = capacity_text.capacity_in_words(capacity, unit_rate)
         self._progress.set_status(state.key, words)
         self._progress.say(f"{position}: {words}", style="bold")

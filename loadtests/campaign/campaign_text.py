@@ -31,7 +31,8 @@ def show_run(
     """Print the table of results, and with `levels` all measurements. Raises BadRunFolder.
 
     For an unfinished cell it shows the result of its levels so far. `rate_units`: of the log that
-    this ends; None: all rates of a device are written in the unit that suits them.
+    this ends; None: all rates of a device are written in the unit of the log, if it is recorded, or
+    else in the one that suits them.
     """
     console = console or console_of()
     run = read_records(folder)
@@ -51,8 +52,10 @@ def show_run(
     capacities = {record.key: _capacity_of(record) for record in records}
     rate_units = rate_units or formatting.RateUnits()
     for device in {record.device for record in records}:
-        own = (capacities[record.key] for record in records if record.device == device)
-        rate_units.keep(device, capacity_text.rates_of(own))
+        own = [record for record in records if record.device == device]
+        recorded = [record.unit_rate for record in own if record.unit_rate]
+        found = capacity_text.rates_of(capacities[record.key] for record in own)
+        rate_units.keep(device, recorded or found)
     for record in records:
         record.unit_rate = rate_units.keep(record.device)
     if levels:

@@ -116,7 +116,9 @@ class CellRecord:
             case journal.Calibrated():
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds
-            case journal.CellFinished() | journal.CellSkipped():
+            case journal.CellFinished():
+                self.ended, self.unit_rate = event, event.unit_rate
+            case journal.CellSkipped():
                 self.ended = event
             case journal.LevelStarted():
                 self._attempts[event.level.rpartition(".")[0]] += 1

@@ -296,6 +296,8 @@ class CellSkipped(Event, frozen=True, kw_only=True):
 class CellFinished(Event, frozen=True, kw_only=True):
     cell: str
     capacity: Capacity  # under the campaign's SLO
+    # The rate in whose unit the texts of `capacity` have their rates; None: that which suits them.
+    unit_rate: float | None = None
 
 
 class LevelStarted(Event, frozen=True, kw_only=True):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, parse_campaign
+from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.cell_runner import cell_progress, with_less_reuse
 from crossover.loadtests.campaign.next_measurement import (
     StopMeasuring,
     next_measurement,
 )
 from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
-from crossover.loadtests.capacity.capacity_text import disturbance_words
+from crossover.loadtests.capacity.capacity_text import common_rate, disturbance_words
 from crossover.loadtests.levels.level_columns import Level, levels_of
 from crossover.loadtests.records.journal_events import (
     Calibrated,
@@ -31,6 +34,8 @@ from crossover.loadtests.records.journal_events import (
 )
 from crossover.loadtests.records.level_plan import LevelPlan
 from crossover.loadtests.records.run_folder import read_records
+from crossover.models.formatting import rate_unit
+from crossover.reports.report_data import read_report
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
     LOADED,
@@ -332,6 +337,17 @@ def test_a_level_that_missed_while_disturbed_is_repeated_once_within_the_budget(
     assert len(waited) == 1 and "`hog` (pid 7" in waited[0].reason
     assert found_in(folder).state == "confirmed"
     assert "repeating it once" in world.output.getvalue()
+
+
+def test_a_later_table_and_a_report_have_the_unit_of_the_log(tmp_path: Path) -> None:
+    """By its capacities alone they would be per minute, beside reasons and advice in the log's."""
+    world = Simulated(hog=(0.0, 200.0), hog_share=0.5)
+    folder = world.run(campaign(200), tmp_path)
+    shown = StringIO()
+    show_run(folder, Console(file=shown, width=200))
+    (cell,) = read_report(folder).cells
+    assert rate_units_in(shown.getvalue()) == {"/s"} and rate_unit(cell.unit_rate)[1] == "/s"
+    assert rate_unit(common_rate([cell.capacity]))[1] != "/s"
 
 
 def test_a_rate_that_a_campaign_lists_twice_is_repeated_once_for_each(tmp_path: Path) -> None:
