@@ -54,8 +54,8 @@ def show_run(
     for device in {record.device for record in records}:
         own = [record for record in records if record.device == device]
         recorded = [record.unit_rate for record in own if record.unit_rate]
-        found = capacity_text.rates_of(capacities[record.key] for record in own)
-        rate_units.keep(device, recorded or found)
+        rates = capacity_text.rates_of(capacities[record.key] for record in own)
+        rate_units.keep(device, recorded or rates)
     for record in records:
         record.unit_rate = rate_units.keep(record.device)
     if levels:

@@ -93,7 +93,7 @@ REMEDIES: dict[LimitKind, str] = {
     "slots": "more slots",
     "kv_memory": "a larger KV cache, or one in 8 bits",
     "histories": "more slots, or a larger prompt cache",
-    "other_processes": "ending them, or keeping them from the engine's cores",
+    "other_processes": "ending other programs, or keeping them off the engine's cores",
 }
 COST_WORDS: dict[LimitKind, str] = {
     "prompts": "the cost of prompts",

@@ -220,7 +220,7 @@ def test_quick_names_the_program_beside_which_a_server_was_too_slow(
     text = str(result.exception)
     assert result.exit_code != 0 and "too slow to be estimated within 12 s: " in text
     assert re.search(DISTURBER, text) and f"(pid {busy})" in text
-    assert "ending them" in text and "--seconds 48" in text
+    assert "ending other programs" in text and "--seconds 48" in text
 
 
 def processes_beside(folder: Path) -> set[int]:
