@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from crossover.loadtests.errors import LoadError
@@ -166,7 +167,8 @@ def test_the_servers_token_counts_correct_the_next_turn() -> None:
 def test_one_user_at_a_time_has_whole_conversations_without_thinking() -> None:
     listener = Listener(fail=lambda number: number == 5)
     plan = LevelPlan(concurrency=1, requests=8, window_seconds=20.0)
-    records = talked(listener, TALK, plan)
+    thoughtful = msgspec.structs.replace(TALK, think_seconds=5.0)
+    records = talked(listener, thoughtful, plan)
     turns = [(record.session, record.turn) for record in records]
     assert turns == [(session, turn) for session in range(3) for turn in range(3)][:8]
     assert [record.error for record in records] == [
@@ -175,7 +177,7 @@ def test_one_user_at_a_time_has_whole_conversations_without_thinking() -> None:
     ok = [record for record in records if record.error is None]
     for before, after in zip(ok, ok[1:], strict=False):
         assert before.ended_seconds is not None
-        assert after.scheduled_seconds - before.ended_seconds < THINK_SECONDS
+        assert after.scheduled_seconds - before.ended_seconds < 5.0
 
 
 def test_turns_due_after_the_window_are_not_begun() -> None:
