@@ -1,12 +1,13 @@
 """The estimate of a campaign of three minutes, against 15 minutes of levels near the capacity.
 
     python -m tests.bench.truth CAMPAIGN.toml [--minutes 3] [--level-seconds 300] [--out runs/truth]
-    python -m tests.bench.truth tests/bench/truth-sessions.toml --slots 4 --prompt-cache 256MiB
+    python -m tests.bench.truth CAMPAIGN.toml --slots 4 --prompt-cache 256MiB --shares 1
     python -m tests.bench.truth --read RUN_A LEVELS_A... [--read RUN_B LEVELS_B... ]
 
 For each cell of the campaign, on a quiet machine: first a campaign of so many minutes, then levels
 at 0.85, 1 and 1.15 of its estimate, each so long, on new starts with new seeds. If every level
 meets the target, higher ones follow, since levels that meet it bound the truth from below only.
+With --shares, the levels are at these shares of the estimate, and none follows.
 
 The truth is found in two steps. First the factor on all step times is found at which those levels,
 simulated with their own arrivals and lengths, have together as many requests that meet the SLO as
@@ -18,6 +19,7 @@ criteria.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -87,17 +89,20 @@ def only(plan: Plan, cell: Cell, budget_seconds: float | None = None, **search: 
     return Plan(campaign, [cell], plan.text)
 
 
-def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -> Row:
+def measure(plan: Plan, cell: Cell, options: argparse.Namespace) -> Row:
     """Run the campaign of some minutes, then the levels."""
+    out, shares, seconds = options.out, options.shares, options.level_seconds
     with Progress() as progress:
-        first = run(only(plan, cell, budget_seconds=60 * minutes, confirm=None), out, progress)
+        first = run(
+            only(plan, cell, budget_seconds=60 * options.minutes, confirm=None), out, progress
+        )
         records = read_records(first)
         found = found_in(records)
         if not found.estimated_rate:
             return Row(cell=cell.key, found=found, truth=None, plain=None, levels=[])
         chosen = CellRecord(records.events, plan.campaign, cell).cell
         folders: list[Path] = []
-        for parts in (RATES, *((part,) for part in HIGHER)):
+        for parts in [shares] if shares else (RATES, *((part,) for part in HIGHER)):
             rates = [float(f"{part * found.estimated_rate:.3g}") for part in parts]
             again = only(plan, chosen, rates=rates, level_seconds=seconds)
             seed = plan.campaign.seed + 1000 + len(folders)
@@ -261,6 +266,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=[], help="parts of their keys")
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--level-seconds", type=float, default=300.0)
+    parser.add_argument("--shares", type=float, nargs="+", default=[], help="of the estimate")
     parser.add_argument("--slots", type=int, help="instead of the campaign's")
     parser.add_argument("--prompt-cache", metavar="SIZE", help="instead of the campaign's; 0: none")
     parser.add_argument("--out", type=Path, default=Path("runs/truth"))
@@ -288,9 +294,7 @@ def main() -> None:
             raise SystemExit(f"no cell is called {' or '.join(options.cells)}: {', '.join(keys)}")
         for cell in plan.cells:
             if not options.cells or any(part in cell.key for part in options.cells):
-                rows.append(
-                    measure(plan, cell, options.out, options.minutes, options.level_seconds)
-                )
+                rows.append(measure(plan, cell, options))
                 print(*shown(rows), sep="\n", flush=True)
     else:
         print(*shown(rows), sep="\n")
