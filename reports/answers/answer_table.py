@@ -272,8 +272,9 @@ def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
         origin = capacity.reason
     facts = (origin, capacity_text.speed_words(capacity), capacity_text.users_words(capacity))
     binding = binding_of(cell, slo)
+    known_facts = "; ".join(filter(None, facts))
     sentences = (
-        f"{'; '.join(filter(None, facts))}.",
+        f"{known_facts}." if known_facts else "",
         capacity_text.disturbance_words(capacity, cell.unit_rate),
         capacity_text.reuse_words(capacity, cell.unit_rate),
         "" if binding is None else sentence_of(binding, cell.unit_rate),

@@ -27,7 +27,8 @@ from crossover.reports.sections.all_sections import pictures_of
 from crossover.reports.sections.levels_table import levels_table
 from crossover.reports.sections.section import Chart, Section
 
-WIDE, HALF = 520, 430  # pixels of a drawn chart; on a phone its text can still be read
+WIDE, HALF = 460, 430  # pixels of a drawn chart; on a phone its text can still be read
+_UNBROKEN = re.compile(r"\S+–\S+|[\d.,]*\d (?:%|[mµ]?s|J|W|[KMG]i?B)(?![\w/])")
 FACTS = {
     "cpu_model": "CPU",
     "isa": "ISA extensions",
@@ -88,8 +89,9 @@ def _code(text: str) -> Markup:
 
 
 def _unbroken(text: str) -> Markup:
-    """Return the text so that no line breaks within an interval, or between a number and `%`."""
-    unbroken = re.sub(r"(\S+–\S+|[\d.]+ %)", r'<span class="nb">\1</span>', str(escape(text)))
+    """Return the text so that no line breaks within an interval, or between a number and its
+    unit."""
+    unbroken = re.sub(_UNBROKEN, r'<span class="nb">\g<0></span>', str(escape(text)))
     return Markup(unbroken)  # noqa: S704  # the text is escaped
 
 

@@ -26,7 +26,7 @@ from crossover.reports.render.plan_text import your_machine
 
 HEIGHT = 320  # pixels
 # The axis of dollars ends at so many times the cost of the cheapest option at the highest rate.
-# What costs more is cut off.
+# What costs more is cut off, and an option that always costs more is left out.
 COST_MARGIN = 2.5
 API = "API"
 LABEL_PIXELS = 15  # from the label of a vertical line down to that of the next one
@@ -48,13 +48,20 @@ def cost_chart(plan: CostPlan) -> Spec:
         for curve in plan.cost_curves
     }
     max_day = max((day for curve in curves.values() for day, _ in curve), default=1.0)
-    colors = series(list(curves))
+    api: dict[str, Curve] = {}
     if plan.api is not None:
         dollars = plan.api.dollars_per_month(max_day / SECONDS_A_DAY)
-        curves[API] = [(0.0, 0.0), (max_day, dollars)]
-        colors[API] = INK
-    ends = [curve[-1] for curve in curves.values()]
-    cheapest = min((dollars for day, dollars in ends if day == max_day), default=1.0)
+        api[API] = [(0.0, 0.0), (max_day, dollars)]
+    ends = [curve[-1] for curve in (*curves.values(), *api.values())]
+    costs_at_the_end = [dollars for day, dollars in ends if day == max_day and dollars]
+    max_dollars = COST_MARGIN * min(costs_at_the_end, default=1.0)
+    curves = {
+        name: curve
+        for name, curve in curves.items()
+        if min(dollars for _, dollars in curve) <= max_dollars
+    }
+    colors = series(list(curves)) | dict.fromkeys(api, INK)
+    curves |= api
     labels = [(day, text) for day, text in _labels(plan) if day <= max_day]
     labels.sort(key=lambda label: label[0])
     label_band = len(labels) * LABEL_PIXELS
@@ -67,7 +74,7 @@ def cost_chart(plan: CostPlan) -> Spec:
     y = alt.Y(
         "dollars:Q",
         title="$ a month",
-        scale=alt.Scale(domain=[0, cheapest * COST_MARGIN], range=[HEIGHT, label_band]),
+        scale=alt.Scale(domain=[0, max_dollars], range=[HEIGHT, label_band]),
         axis=alt.Axis(format="$,.3~r", tickCount=6),
     )
     columns = 1 if max(map(len, curves)) > LONG_NAME else 2

@@ -26,7 +26,7 @@ from crossover.reports.render.plan_text import (
     sentences,
 )
 
-WIDTH = 400  # pixels of the chart, whose text can then be read on a phone
+WIDTH = 440  # pixels of the chart, whose text can then be read on a phone
 
 
 def plan_page(plan: CostPlan) -> str:

@@ -54,7 +54,7 @@ def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | No
         note += (
             f" Predicted for the takeover GPU: {START_SECONDS:g} s for its process, then its "
             f"16-bit weights at {COPY_GB_PER_SECOND:g} GB/s, as measured on an H200, or at "
-            f"{TRANSFER_SHARE:.0%} of its link if that is slower."
+            f"{formatting.share(TRANSFER_SHARE)} of its link if that is slower."
         )
     return Section(
         slug="load-times",

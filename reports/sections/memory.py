@@ -21,6 +21,7 @@ PARTS = {
     "overhead": "#c3ccd5",
     "prompt cache": "#cc79a7",
 }
+PEAK = "measured peak"  # a tick in the chart
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # memory of GPUs on the market
 MIN_HBM_CARD_GIB = 80  # larger cards have HBM, smaller ones GDDR
 NAME_SHARE = 0.11  # of the chart's width, which the name of a card takes
@@ -36,8 +37,10 @@ def memory(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
     # Only the parts that some model has: most models have no recurrent state.
     parts = [part for part in PARTS if any(cell.memory.parts[part] for cell in cells)]
     charts: list[Chart] = []
+    has_cards = False
     for side in sides:
         cells_on_side = [cell for cell in cells if cell.side == side]
+        has_cards = _axis_gib(cells_on_side) >= min(CARDS_GIB)
         title = "" if len(sides) == 1 else TITLES[side]
         charts += _charts(cells_on_side, title, with_cards=side == sides[-1])
     return Section(
@@ -57,7 +60,8 @@ def memory(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
         charts=tuple(charts),
         note="Predicted by placement before loading. Measured: on the CPU the engine's peak "
         "resident memory, which includes only the used part of the KV cache; on a GPU the peak of "
-        "its memory in use. Gray lines: memory sizes of available GPUs.",
+        "its memory in use."
+        + (" Gray lines: memory sizes of available GPUs." if has_cards else ""),
     )
 
 
@@ -98,6 +102,19 @@ def _measured_over_predicted(cell: CellData) -> str | None:
     return formatting.difference(measured, predicted, decimals=1)
 
 
+def _axis_gib(cells: Sequence[CellData]) -> float:
+    """Return the end of the axis of the chart of one device."""
+    usages = [cell.memory for cell in cells]
+    largest_bytes = max(
+        max(usage.measured_bytes or 0, usage.predicted_bytes or 0) for usage in usages
+    )
+    axis_gib = 1.1 * largest_bytes / GIB
+    if cells[0].side == GPU:  # beyond the line of the smallest card that is large enough
+        large_enough = [card for card in CARDS_GIB if card >= axis_gib]
+        axis_gib = max(axis_gib, 1.02 * min(large_enough, default=axis_gib))
+    return axis_gib
+
+
 def _card_rows(axis_gib: float) -> list[Row]:
     """Return a row for each card up to the end of the axis, with its name where there is room."""
     rows: list[Row] = []
@@ -128,22 +145,21 @@ def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple
         for name, usage in usages
         if usage.measured_bytes is not None
     ]
-    largest_bytes = max(
-        max(usage.measured_bytes or 0, usage.predicted_bytes or 0) for _, usage in usages
-    )
-    axis_gib = 1.1 * largest_bytes / GIB
+    axis_gib = _axis_gib(cells)
     side = cells[0].side
-    if side == GPU:  # the axis reaches beyond the line of the smallest card that is large enough
-        large_enough = [card for card in CARDS_GIB if card >= axis_gib]
-        axis_gib = max(axis_gib, 1.02 * min(large_enough, default=axis_gib))
     x = alt.X("gib:Q", title="GiB", scale=alt.Scale(domain=[0, axis_gib], nice=False))
     y = alt.Y("model:N", title=None, sort=[name for name, _ in usages])
     shown_parts = {row["part"] for row in bar_rows}
-    color = palette("part:N", {part: PARTS[part] for part in PARTS if part in shown_parts})
+    colors = {part: PARTS[part] for part in PARTS if part in shown_parts}
+    if peak_rows:
+        colors[PEAK] = INK
+    color = palette("part:N", colors)
     bars = chart_of(bar_rows).mark_bar()
     layers = [bars.encode(x=x, y=y, color=color, order=alt.Order("order:Q"))]
     if peak_rows:
-        layers.append(chart_of(peak_rows).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
+        layers.append(
+            chart_of(peak_rows).mark_tick(color=INK, thickness=3, opacity=1).encode(x=x, y=y)
+        )
     card_rows = _card_rows(axis_gib)
     if card_rows and with_cards:
         cards = chart_of(card_rows)

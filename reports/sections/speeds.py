@@ -148,7 +148,9 @@ def _chart(steps_by_name: dict[str, dict[int, float]]) -> Chart:
         for size, seconds in steps.items()
     ]
     lines = chart_of(rows).mark_line(point=True, strokeWidth=2)
-    x = alt.X("rows:Q", title="requests in a step", scale=alt.Scale(type="log", base=2))
+    scale = alt.Scale(type="log", base=2, nice=False)
+    sizes = sorted({row["rows"] for row in rows})
+    x = alt.X("rows:Q", title="requests in a step", scale=scale, axis=alt.Axis(values=sizes))
     y = alt.Y("tokens:Q", title="tokens/s of all requests")
     color = palette("model:N", series(list(steps_by_name)))
     spec = layered([lines.encode(x=x, y=y, color=color)], 230)

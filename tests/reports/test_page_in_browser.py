@@ -66,7 +66,9 @@ addEventListener("load", () => {
     one.textContent && one.getClientRects().length);
   const right = (one) => one.getBoundingClientRect().right;
   const pixels = (one) => parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a;
-  tell({ map: Math.max(...[...document.querySelectorAll("#map rect, #map text")].map(right)),
+  const opened = [...document.querySelectorAll(".answers details p")];
+  tell({ details: Math.min(...opened.map((one) => one.getBoundingClientRect().width)),
+    map: Math.max(...[...document.querySelectorAll("#map rect, #map text")].map(right)),
     text: Math.min(...drawn.map(pixels).filter((one) => one > 1)),
     window: innerWidth, page: document.documentElement.scrollWidth, errors,
     wide: wide.map((one) => one.outerHTML.slice(0, 100)),
@@ -132,6 +134,8 @@ def test_nothing_is_wider_than_the_window(
     assert found["page"] <= found["window"] <= width
     assert found["map"] <= found["window"] and found["text"] > 6.5
     assert (found["paper"] != "rgb(255, 255, 255)") is dark
+    if width == 390:
+        assert found["details"] > 300, "a phone shows opened details over its whole width"
 
 
 def test_sliders_of_a_page_of_two_devices_move_each_by_itself(tmp_path: Path) -> None:

@@ -95,6 +95,14 @@ def test_an_estimated_capacity_of_none_is_explained_where_there_is_one() -> None
     row, row_without = answer_row(answers[0], data), answer_row(without, data)
     assert row_without[3].text == "none" and no_capacity_note([row]) == ""
     assert 'capacity "none": in the simulation' in no_capacity_note([row, row_without])
+    assert row_without[3].detail[:1].isalnum(), "no reason is on record: not an empty sentence"
+
+
+@pytest.mark.parametrize("value", ["22 %", "149 ms", "5 s", "0.12 J", "1,024 MiB", "37–47"])
+def test_no_line_breaks_between_a_number_and_its_unit(value: str) -> None:
+    texts = {"heading": "", "choices": [f"It is {value}, not more."], "explanations": []}
+    shown_text = html_page.render_template("size.html", table={"rows": ()}, **texts)
+    assert re.search(rf'It is <span class="nb">{value},?</span>,? not more', shown_text)
 
 
 def test_a_model_without_a_capacity_is_not_called_unmeasured() -> None:

@@ -158,6 +158,15 @@ def test_memory_of_a_configuration_is_that_of_its_device() -> None:
     assert [row[-1] for row in memory.table.rows if row[1] == "GPU"] == ["+1.3 %", "+0.1 %"]
     assert [chart.slug for chart in memory.charts] == ["memory-cpu", "memory-gpu"]
     assert "24 GB" in json.dumps(memory.charts[1].spec) and "on the GPU" in memory.charts[1].label
+    assert "measured peak" in json.dumps(memory.charts[0].spec), "the legend explains the ticks"
+    assert "Gray lines" in memory.note
+
+
+def test_a_chart_of_batches_has_a_tick_at_each_size() -> None:
+    (chart,) = h200()[2]["batch-size"].charts
+    assert chart.spec is not None
+    axis = chart.spec["layer"][0]["encoding"]["x"]["axis"]
+    assert axis["values"] == [1, 2, 4, 8, 16, 32]
 
 
 def test_memory_has_a_column_for_states_and_buffers_where_placement_predicted_them(

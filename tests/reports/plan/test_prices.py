@@ -130,6 +130,17 @@ def test_the_dots_of_the_chart_lie_on_the_line_of_the_api_where_a_curve_crosses_
     assert api == [(0.0, 0.0), (max_day, pytest.approx(at_the_end))]
 
 
+def test_an_option_whose_line_would_be_above_the_chart_is_not_in_its_legend() -> None:
+    dear = machine("dear", 2.0, 2.0, 2.0, 5.0)
+    chart = cost_chart(make_plan(question_with(), [EXACT, dear]))
+    lines, *_ = chart["layer"]
+    assert lines["encoding"]["color"]["scale"]["domain"] == ["exact"]
+    rows = chart["datasets"][lines["data"]["name"]]
+    top = lines["encoding"]["y"]["scale"]["domain"][1]
+    assert {row["option"] for row in rows} == {"exact"}
+    assert 0 < max(row["dollars"] for row in rows) <= top
+
+
 def test_a_machine_that_is_always_dearer_has_no_break_even() -> None:
     dear = machine("dear", 1.0, 1.0, 1.0, 5.0)
     made = make_plan(question_with(api=API), [dear])
