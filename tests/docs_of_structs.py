@@ -35,7 +35,7 @@ def campaign_keys() -> list[str]:
     out += ["", "### [arrivals]", "", "| kind | what | keys |", "|---|---|---|"]
     for one in get_args(Arrivals):
         keys = "; ".join(f"`{key.name}`: {key.what}" for key in keys_of(one)) or "none"
-        what = inspect.cleandoc(one.__doc__ or "").split("\n")[0]
+        what = " ".join(inspect.cleandoc(one.__doc__ or "").partition("\n\n")[0].split())
         out.append(f"| `{one.__struct_config__.tag}` | {what} | {keys} |")
     out += ["", "### Presets", "", "| SLO | TTFT, s | TPOT, s | target |", "|---|---|---|---|"]
     for slo in SLO_PRESETS.values():

@@ -192,6 +192,8 @@ def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
     _, data, answers = shown()
     shown_value = json.loads(json_and_csv.as_json(data, answers))
     assert shown_value["kind"] == "crossover-report" and len(shown_value["cells"]) == 4
+    guide = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    assert f"`version` is {shown_value['version']}." in guide
     assert shown_value["cells"][0]["capacity"]["state"] == "confirmed"
     assert shown_value["cells"][3]["capacity"]["state"] == "misses_slo_unloaded"
     assert shown_value["cells"][0]["memory"].get("peak_bytes") is None
