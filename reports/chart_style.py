@@ -76,6 +76,8 @@ DARK = {  # color on a light page -> color on a dark page
     GPU_ESTIMATED: "#7a4a28",
     PREDICTED: "#3a281b",
     "#0072b2": "#4aa3e0",
+    "#56b4e9": "#a6d8f7",
+    "#c3ccd5": "#6b7782",
     "#444c56": "#aeb8c2",
     "#7a5195": "#b28fd0",
 }

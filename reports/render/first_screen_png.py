@@ -37,15 +37,16 @@ from crossover.reports.sections.crossover_map import (
 MARGIN, ROW = 30, 30  # pixels
 INSIDE = WIDTH + 240  # pixels between the margins
 KEY_ENTRY = 150  # pixels of an entry of the key
+DIAMOND = "diamond"  # the mark of an entry that is no bar
 MAX_CHARACTERS = 44  # of a table cell
 NAME_CHARACTERS = 18  # of a line of a model's name
 NAME_LINE = 15  # pixels between the lines of a model's name
 # Relative widths of the columns, by name.
 WIDTHS: dict[ColumnName, int] = {
     "model": 12,
-    "single_stream": 19,
+    "single_stream": 20,
     "confirmed": 18,
-    "estimated": 19,
+    "estimated": 20,
     "engine": 13,
     "takeover": 25,
     "price": 20,
@@ -183,14 +184,17 @@ def _shortened(text: str) -> str:
 def _key(
     data: ReportData, answers: Sequence[ModelAnswer], *, has_map: bool
 ) -> list[tuple[str, str]]:
-    """Return the name and the color of each kind of bar in the map."""
+    """Return the name and the fill of each kind of bar in the map, or DIAMOND."""
     key = [entry for side in data.sides for entry in KEYS[side]]
     if not has_map:
         return key
+    # As in the map, which has the pattern.
+    hatched = {ESTIMATED: "url(#hatch-cpu-wide)", GPU_ESTIMATED: "url(#hatch-gpu-wide)"}
+    key = [(name, hatched.get(fill, fill)) for name, fill in key]
     if GPU_SIDE not in data.sides:
         key.append(("takeover GPU, predicted", PREDICTED))
     elif any(lane.has_forecast for lane in lanes_of(answers, data)):
-        key.append(("predicted of this GPU", PREDICTED))
+        key.append(("predicted of this GPU", DIAMOND))
     return key
 
 

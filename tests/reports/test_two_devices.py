@@ -9,8 +9,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,7 @@ from crossover.reports.answers.cheapest_gpu import predicted_here
 from crossover.reports.answers.check_conditions import check_condition
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
+from crossover.reports.chart_style import DARK, SERIES
 from crossover.reports.devices.device_capacity import (
     EXPECTED_STEPS,
     Service,
@@ -48,7 +51,7 @@ from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.crossover_map import crossover_map
 from crossover.reports.sections.levels_table import levels_table
-from crossover.reports.sections.memory import memory
+from crossover.reports.sections.memory import PARTS, memory
 from crossover.serving.capacity.simulated_capacity import Lengths, Server
 from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import H200_RUN, h200, h200_page, shown
@@ -160,6 +163,14 @@ def test_memory_of_a_configuration_is_that_of_its_device() -> None:
     assert "24 GB" in json.dumps(memory.charts[1].spec) and "on the GPU" in memory.charts[1].label
     assert "measured peak" in json.dumps(memory.charts[0].spec), "the legend explains the ticks"
     assert "Gray lines" in memory.note
+
+
+@pytest.mark.parametrize("colors", [SERIES, tuple(PARTS.values())])
+def test_colors_of_a_chart_differ_on_dark_pages_too(colors: tuple[str, ...]) -> None:
+    dark = [DARK.get(color, color) for color in colors]
+    parts = [[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in dark]
+    for one, other in combinations(parts, 2):
+        assert math.dist(one, other) > 40, (one, other)
 
 
 def test_a_chart_of_batches_has_a_tick_at_each_size() -> None:
@@ -292,6 +303,9 @@ def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_t
     drawn = first_screen_png.drawing(data, answers)
     assert "\N{NO-BREAK SPACE}% of" in drawn and ">%" not in drawn
     assert "CPU: 16 cores of an Intel Xeon" in drawn and "GPU, confirmed" in drawn
+    fills = set(re.findall(r'"(url\(.*?\))"', drawn))
+    patterns = {f"url(#{name})" for name in re.findall(r'<pattern id="(.*?)"', drawn)}
+    assert fills == patterns, "the key has the hatching of the map"
     assert "16 cores of an Intel Xeon and NVIDIA H200" in drawn
 
 
