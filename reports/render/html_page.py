@@ -28,7 +28,11 @@ from crossover.reports.sections.levels_table import levels_table
 from crossover.reports.sections.section import Chart, Section
 
 WIDE, HALF = 460, 430  # pixels of a drawn chart; on a phone its text can still be read
-_UNBROKEN = re.compile(r"\S+–\S+|[\d.,]*\d (?:%|[mµ]?s|J|W|[KMG]i?B)(?![\w/])")
+_UNBROKEN = re.compile(
+    r"\S+–\S+"
+    r"|[\d.,]*\d (?:%|[mµ]?s|J|W|[KMG]i?B)(?![\w/])"
+    r"|(?<!\S)(?=\S{1,20}(?:\s|$))[^\s<>\"]*-\d[^\s<>\"]*"  # a short name such as llama-3.2-1b
+)
 FACTS = {
     "cpu_model": "CPU",
     "isa": "ISA extensions",
@@ -89,8 +93,8 @@ def _code(text: str) -> Markup:
 
 
 def _unbroken(text: str) -> Markup:
-    """Return the text so that no line breaks within an interval, or between a number and its
-    unit."""
+    """Return the text so that no line breaks within an interval or the short name of a model, or
+    between a number and its unit."""
     unbroken = re.sub(_UNBROKEN, r'<span class="nb">\g<0></span>', str(escape(text)))
     return Markup(unbroken)  # noqa: S704  # the text is escaped
 

@@ -98,8 +98,8 @@ def test_an_estimated_capacity_of_none_is_explained_where_there_is_one() -> None
     assert row_without[3].detail[:1].isalnum(), "no reason is on record: not an empty sentence"
 
 
-@pytest.mark.parametrize("value", ["22 %", "149 ms", "5 s", "0.12 J", "1,024 MiB", "37–47"])
-def test_no_line_breaks_between_a_number_and_its_unit(value: str) -> None:
+@pytest.mark.parametrize("value", ["22 %", "149 ms", "5 s", "0.12 J", "1,024 MiB", "37–47", "x-1b"])
+def test_no_line_breaks_within_a_quantity_or_a_name(value: str) -> None:
     texts = {"heading": "", "choices": [f"It is {value}, not more."], "explanations": []}
     shown_text = html_page.render_template("size.html", table={"rows": ()}, **texts)
     assert re.search(rf'It is <span class="nb">{value},?</span>,? not more', shown_text)
