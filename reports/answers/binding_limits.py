@@ -37,9 +37,15 @@ def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
     """Return what limits a configuration. None where its step times or its capacity are not known,
     or where the SLO has no limit."""
     binding = _binding_on_any_device(cell, slo)
-    if binding is None or cell.side != GPU:
-        return binding
-    return msgspec.structs.replace(binding, is_on_gpu=True)
+    return None if binding is None else with_remedies_for(cell, binding)
+
+
+def with_remedies_for(cell: CellData, binding: BindingLimit) -> BindingLimit:
+    """Return the limit with the remedies that help the device and weight format of a
+    configuration."""
+    return msgspec.structs.replace(
+        binding, is_on_gpu=cell.side == GPU, is_int8=cell.weight_format == "int8"
+    )
 
 
 def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:

@@ -23,6 +23,7 @@ from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.models import formatting
 from crossover.reports.answers import headline, slo_sliders
 from crossover.reports.answers.answer_table import answer_row, columns_of, no_capacity_note
+from crossover.reports.answers.binding_limits import binding_of
 from crossover.reports.answers.check_conditions import QUANTITIES, check_condition
 from crossover.reports.answers.model_answers import answers_of
 from crossover.reports.answers.report_warnings import alerts_of, warnings_of
@@ -33,6 +34,7 @@ from crossover.reports.report_data import LevelData, read_report
 from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.crossover_map import wrapped
 from crossover.reports.sections.format_comparison import formats
+from crossover.serving.capacity.binding_limit import sentence_of
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import short_run, shown, shown_page
@@ -457,6 +459,18 @@ def test_no_text_of_the_csv_is_read_as_a_formula() -> None:
     rows = list(csv.DictReader(io.StringIO(written, newline="")))
     assert [row["model"] for row in rows] == ["'" + name.replace("\r", " ") for name in names]
     assert {row["rate"] for row in rows} == {"-0.5"}
+
+
+def test_remedies_are_those_of_the_device_and_the_weight_format() -> None:
+    _, data, answers = shown()
+    cells = {
+        weight_format: msgspec.structs.replace(answers[-1].cell, weight_format=weight_format)
+        for weight_format in ("int8", "Q4_0")
+    }
+    slo = msgspec.structs.replace(data.slo, ttft_seconds=0.001)
+    bindings = {name: binding_of(cell, slo) for name, cell in cells.items()}
+    sentences = {name: sentence_of(one) for name, one in bindings.items() if one is not None}
+    assert "computes in int8" in sentences["Q4_0"] and "computes in int8" not in sentences["int8"]
 
 
 def test_only_models_that_miss_the_slo_unloaded_need_a_gpu() -> None:
