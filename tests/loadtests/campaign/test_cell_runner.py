@@ -373,6 +373,18 @@ def test_a_rate_that_a_campaign_lists_twice_is_repeated_once_for_each(tmp_path: 
     assert len(of_kind(read_records(folder).events, NeverQuiet)) == 2
 
 
+def test_no_lower_rate_follows_that_the_time_left_is_too_short_to_confirm(tmp_path: Path) -> None:
+    """Beside another program the first level had no verdict. In the 80 s that a second could last,
+    32 requests would have to meet the SLO, and 85 % of the first rate gives 26."""
+    world = Simulated(hog=(0.0, 1e9))
+    folder = world.run(campaign(300, ttft=0.5), tmp_path)
+    check_folder(folder)
+    assert len(rates(folder)) == 1 and not found_in(folder).is_confirmed
+    assert "too short for another level" in world.output.getvalue()
+    more_time = world.run(campaign(600, ttft=0.5), tmp_path)
+    assert len(rates(more_time)) == 2
+
+
 def test_a_disturbed_level_that_no_time_is_left_to_repeat_is_not_waited_for(tmp_path: Path) -> None:
     world = Simulated(hog=(45.0, 1e9), hog_share=0.5)
     folder = world.run(campaign(150), tmp_path)
