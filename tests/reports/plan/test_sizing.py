@@ -214,6 +214,13 @@ def test_every_form_of_the_table_has_all_rows_with_their_grades() -> None:
     assert len(lines) == len(sizing.rows) == 4 and header.startswith("task,users,model,machine,")
 
 
+def test_the_table_says_how_much_conversations_vary_with_their_draw() -> None:
+    sizing = small_table()
+    words = "With another draw of them, the users of a machine differ by 13 %"
+    assert words not in as_markdown(sizing)
+    assert words in as_markdown(msgspec.structs.replace(sizing, task="agent"))
+
+
 def test_groups_of_cards_are_larger_where_that_is_cheaper() -> None:
     """An L4 has little memory left beside an 8B model, and two have much more than twice that."""
     sizing = size(task_named("chat"), 400, ["8b"], [], ["NVIDIA L4"])
