@@ -105,6 +105,8 @@ def common_unit_rate(rates: Iterable[float | None]) -> float | None:
 
 class RateUnits:
     """The units of a log: all rates of one device are written in one unit, chosen with the first.
+    The texts that belong to a log, as a later table of its run, have that unit too if the run
+    recorded it.
 
     `devices_with_several`: those on which several configurations are measured. After the first,
     larger models may come, so its rates are written per minute unless they are high.
@@ -114,13 +116,24 @@ class RateUnits:
         self.devices_with_several: set[str | None] = set()
         self._unit_rates: dict[str | None, float] = {}
 
-    def keep(self, device: str | None, rates: Iterable[float | None] = ()) -> float | None:
-        """Return a rate in whose unit all rates of a device are written. If none was written
-        yet, `rates` are the first. None: these are 0 or missing too."""
-        if device not in self._unit_rates and (unit_rate := common_unit_rate(rates)) is not None:
-            if device in self.devices_with_several and unit_rate < MAX_FOLLOWED_RATE:
-                unit_rate = min(unit_rate, PER_MINUTE_RATE)
-            self._unit_rates[device] = unit_rate
+    def keep(
+        self,
+        device: str | None,
+        rates: Iterable[float | None] = (),
+        recorded: Iterable[float | None] = (),
+    ) -> float | None:
+        """Return a rate in whose unit all rates of a device are written.
+
+        If none was written yet, it is the first of `recorded`, which earlier calls returned. If
+        that has none, the unit suits `rates`, the first ones. None: these are 0 or missing too.
+        """
+        if device not in self._unit_rates:
+            unit_rate = next(filter(None, recorded), None)
+            if unit_rate is None and (unit_rate := common_unit_rate(rates)) is not None:
+                if device in self.devices_with_several and unit_rate < MAX_FOLLOWED_RATE:
+                    unit_rate = min(unit_rate, PER_MINUTE_RATE)
+            if unit_rate is not None:
+                self._unit_rates[device] = unit_rate
         return self._unit_rates.get(device)
 
 

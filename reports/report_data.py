@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate, server_under_load
-from crossover.loadtests.capacity.capacity_text import common_rate, estimate_words
+from crossover.loadtests.capacity.capacity_text import estimate_words, rates_of
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
 from crossover.loadtests.levels.level_warnings import NamedWarning, level_warnings
@@ -478,12 +478,12 @@ def _unit_rate(run: RunRecords, cells: Sequence[CellData], slo: Slo) -> float | 
     """Return the rate in whose unit the rates of these configurations are written: that of the
     campaign's texts, if it is recorded and the SLO is the campaign's, or else one that suits their
     capacities."""
+    recorded: list[float | None] = []
     if slo == _campaign_part(run.manifest, "slo", Slo):
         keys = {cell.key for cell in cells}
-        for event in of_kind(run.events, CellFinished):
-            if event.cell in keys and event.unit_rate:
-                return event.unit_rate
-    return common_rate(cell.capacity for cell in cells)
+        finished = of_kind(run.events, CellFinished)
+        recorded = [event.unit_rate for event in finished if event.cell in keys]
+    return formatting.RateUnits().keep(None, rates_of(cell.capacity for cell in cells), recorded)
 
 
 def _demand(manifest: RunManifest) -> Demand | None:

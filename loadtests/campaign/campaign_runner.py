@@ -33,7 +33,7 @@ from crossover.loadtests.campaign.cell_runner import CellRun
 from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_serving
 from crossover.loadtests.campaign.progress import Progress
-from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
+from crossover.loadtests.campaign.resume_state import CellState, campaign_of, keep_units, new_run
 from crossover.loadtests.campaign.time_budget import TimeBudget
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.comparison.run_environment import machine_differences
@@ -218,11 +218,11 @@ class CampaignSession:
         rate_units = self._progress.rate_units
         devices = Counter(state.device for state in self._states)
         rate_units.devices_with_several |= {key for key, count in devices.items() if count > 1}
+        capacities = {state.key: getattr(state.ended, "capacity", None) for state in self._states}
+        keep_units(rate_units, self._states, capacities)
         for state in self._states:
-            capacity, words = getattr(state.ended, "capacity", None), "waits"
-            if capacity is not None:
-                rates = [state.unit_rate] if state.unit_rate else capacity_text.rates_of([capacity])
-                state.unit_rate = rate_units.keep(state.device, rates)
+            words = "waits"
+            if (capacity := capacities[state.key]) is not None:
                 words = capacity_text.capacity_in_words(capacity, state.unit_rate)
             self._progress.set_status(state.key, words)
         with signals_interrupt(), self._progress.kept_alive():

@@ -10,7 +10,7 @@ from crossover.loadtests.campaign.campaign_file import Campaign
 from crossover.loadtests.campaign.cell_runner import estimate_of
 from crossover.loadtests.campaign.level_runner import level_text
 from crossover.loadtests.campaign.progress import console_of
-from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of, keep_units
 from crossover.loadtests.capacity import capacity_text
 from crossover.loadtests.levels.level_columns import levels_of
 from crossover.loadtests.records import journal_events as journal
@@ -50,14 +50,7 @@ def show_run(
         console.print(f"left out: {what}", style="yellow")
     records = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
     capacities = {record.key: _capacity_of(record) for record in records}
-    rate_units = rate_units or formatting.RateUnits()
-    for device in {record.device for record in records}:
-        own = [record for record in records if record.device == device]
-        recorded = [record.unit_rate for record in own if record.unit_rate]
-        rates = capacity_text.rates_of(capacities[record.key] for record in own)
-        rate_units.keep(device, recorded or rates)
-    for record in records:
-        record.unit_rate = rate_units.keep(record.device)
+    keep_units(rate_units or formatting.RateUnits(), records, capacities)
     if levels:
         for record in records:
             _show_cell(record, capacities[record.key], console)

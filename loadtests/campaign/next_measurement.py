@@ -294,7 +294,8 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
     """Return a level at 0.8 of the estimate, and then one more if that one did not meet the SLO or
     if the estimate is far above it.
 
-    While no rate is confirmed, more levels follow, each at a lower rate.
+    While no rate is confirmed, more levels follow, each at a lower rate, if the time left is enough
+    for a verdict there.
     """
     capacity, loaded, start = progress.capacity, progress.loaded, progress.server_start
     estimate = capacity.estimated_rate
@@ -318,16 +319,21 @@ def _confirm_estimate(progress: CellProgress) -> LevelPlan | StopMeasuring:
         return _confirming_level(progress, highest_met)
     missed_rates = progress.rates_with("misses")
     rate = CONFIRMING_SHARE * min([reachable, *missed_rates])
-    if rate < (verdict_rate := _min_rate_for_verdict(progress)):
+    verdict_rate = _min_rate_for_verdict(progress)
+    if rate < verdict_rate:
         # The level would have no verdict. At a higher rate it may have one.
         rate = max(rate, min(verdict_rate, CONFIRMING_SHARE * min([estimate, *missed_rates])))
+    # A level that was set aside once is repeated, though its step times have moved the estimate.
+    decided_rates = {*progress.disturbed_rates, *(level.rate for level in loaded)}
+    for level in progress.set_aside:
+        if level.rate and level.rate not in decided_rates:
+            return _confirming_level(progress, level.rate)
     last_rates = [level.rate or 0.0 for level in loaded[-1:]] + progress.disturbed_rates
     if last_rates and not capacity.confirmed_rate:
         rate = min(rate, RETRY_SHARE * min(last_rates))
-    # A level that was set aside once is repeated, though its step times have moved the estimate.
-    decided_rates = {*progress.disturbed_rates, *(level.rate for level in loaded)}
-    to_repeat = [level.rate for level in progress.set_aside if level.rate not in decided_rates]
-    return _confirming_level(progress, to_repeat[0] or rate if to_repeat else rate)
+        if _rounded(rate) < verdict_rate:  # a level that cannot confirm a rate did run already
+            return _too_little_time(progress)
+    return _confirming_level(progress, rate)
 
 
 def _search_by_levels(progress: CellProgress) -> LevelPlan | StopMeasuring:

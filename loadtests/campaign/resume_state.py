@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,10 +27,12 @@ from crossover.loadtests.campaign.campaign_file import (
     ServerSettings,
     file_name,
 )
+from crossover.loadtests.capacity.capacity_text import rates_of
 from crossover.loadtests.errors import BadRunFolder
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records import journal_events as journal
 from crossover.loadtests.records.run_folder import RunFolder, RunManifest
+from crossover.models.formatting import RateUnits
 from crossover.serving.backends.backend_table import library_versions
 from crossover.serving.capacity.simulated_capacity import ServerModel
 from crossover.serving.hardware.machine_facts import HardwareFacts
@@ -117,7 +119,8 @@ class CellRecord:
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds
             case journal.CellFinished():
-                self.ended, self.unit_rate = event, event.unit_rate
+                self.ended = event
+                self.unit_rate = event.unit_rate
             case journal.CellSkipped():
                 self.ended = event
             case journal.LevelStarted():
@@ -212,6 +215,21 @@ class CellState(CellRecord):
         self.run.finish_level(level.finished)
         self._apply(level.finished)
         self.levels.append(level)
+
+
+def keep_units(
+    rate_units: RateUnits,
+    records: Sequence[CellRecord],
+    capacities: Mapping[str, journal.Capacity | None],
+) -> None:
+    """Set the unit in which the rates of each cell are written: that of the log, which ended cells
+    have recorded, or else one that suits the capacities (by cell key) of all on its device."""
+    for device in {record.device for record in records}:
+        own = [record for record in records if record.device == device]
+        rates = rates_of(capacities[record.key] for record in own)
+        unit_rate = rate_units.keep(device, rates, [record.unit_rate for record in own])
+        for record in own:
+            record.unit_rate = unit_rate
 
 
 def seed_of(seed: int, cell: Cell, level: str) -> int:

@@ -165,16 +165,34 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
             return 0.0
         return disturbance.share or 0.0
 
+    @property
+    def has_accepted_disturbance(self) -> bool:
+        """Whether other processes disturbed it and its times are taken as they were."""
+        disturbance = self.finished and self.finished.disturbance
+        return bool(disturbance and disturbance.is_disturbed and not disturbance.is_corrected)
+
     @cached_property
     def undisturbed(self) -> Level:
-        """The level as it would have been on a machine without other processes: all times are
-        shortened by the share that they took.
+        """The level as it would have been on a machine without other processes, unless the campaign
+        accepts them: all times are shortened by the share that they took.
 
         Requests one at a time or a burst are exactly this level. Of an open loop, arrivals are
         nearer to each other too, so only the times of its steps are those of the undisturbed
         machine.
         """
-        kept = 1 - self.taken_share
+        return self._shortened(self.taken_share)
+
+    @property
+    def without_other_processes(self) -> Level:
+        """The level as `undisturbed` has it, also if the campaign accepts other processes."""
+        if not self.has_accepted_disturbance:
+            return self.undisturbed
+        disturbance = self.finished and self.finished.disturbance
+        return self._shortened((disturbance and disturbance.share) or 0.0)
+
+    def _shortened(self, share: float) -> Level:
+        """Return the level with all times shortened by a share, 0..1."""
+        kept = 1 - share
         if kept == 1:
             return self
         columns = ("due", "sent", "first", "first_answer", "last", "ended", "chunks")

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
+from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
 from crossover.serving.backends.backend_table import BACKENDS
@@ -36,9 +37,15 @@ def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
     """Return what limits a configuration. None where its step times or its capacity are not known,
     or where the SLO has no limit."""
     binding = _binding_on_any_device(cell, slo)
-    if binding is None or cell.side != GPU:
-        return binding
-    return msgspec.structs.replace(binding, is_on_gpu=True)
+    return None if binding is None else with_remedies_for(cell, binding)
+
+
+def with_remedies_for(cell: CellData, binding: BindingLimit) -> BindingLimit:
+    """Return the limit with the remedies that help the device and weight format of a
+    configuration."""
+    return msgspec.structs.replace(
+        binding, is_on_gpu=cell.side == GPU, is_int8=cell.weight_format == "int8"
+    )
 
 
 def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
@@ -115,6 +122,24 @@ def taken_share_of(cell: CellData) -> float | None:
         if disturbance is not None and disturbance.lost_share is not None
     ]
     return sum(shares) / len(shares) if shares else None
+
+
+def may_miss_because_of_others(cell: CellData, slo: Slo) -> bool:
+    """Return whether other processes took so much CPU time that requests may have missed the SLO
+    because of them, not because of the machine.
+
+    False if single requests miss it without what was taken from them: then more time on the cores
+    would not have helped.
+    """
+    if not cell.never_idle_reason and (taken_share_of(cell) or 0.0) <= MAX_SLIGHT_SHARE:
+        return False
+    streams = [level for level in cell.single_stream_levels if level.counts]
+    is_none = cell.capacity is not None and cell.capacity.is_none
+    if is_none and not any(level.has_accepted_disturbance for level in streams):
+        return False  # it was judged by the times without other processes
+    judged = [level.without_other_processes.judge(slo) for level in streams]
+    due = sum(one.due for one in judged)
+    return not due or sum(one.good for one in judged) >= slo.target * due
 
 
 def bindings_of(

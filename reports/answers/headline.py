@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
 from crossover.models import formatting
 from crossover.models.cpu_names import short_cpu_name
-from crossover.reports.answers.binding_limits import taken_share_of
+from crossover.reports.answers.binding_limits import may_miss_because_of_others, taken_share_of
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CPU, GPU, CellData, ReportData
 from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
@@ -45,14 +44,14 @@ def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, s
     cells = [cell for answer in measured if (cell := answer.cell_on(side)) is not None]
     served_indexes = [index for index, cell in enumerate(cells) if cell.is_served]
     if not served_indexes:
-        if not all(map(_misses_unloaded, cells)):
-            return _sentence_without_rates(cells)
+        if not all(_misses_unloaded(cell, data.slo) for cell in cells):
+            return _sentence_without_rates(cells, data.slo)
         return f"{machine} {verb} none of these models within the SLO{_needs_gpu(measured[0])}."
     largest_index = served_indexes[-1]
     cell, answer = cells[largest_index], measured[largest_index]
     serves = f"{machine} {verb} up to {cell.model}: {_rate_in_words(cell)}"
     for larger in measured[largest_index + 1 :]:
-        if _misses_unloaded(larger.cell_on(side)):
+        if _misses_unloaded(larger.cell_on(side), data.slo):
             return f"{serves}{_needs_gpu(larger)}."
     if answer.takeover is not None and answer.takeover.gpu is not None:
         gpu, priced = answer.takeover.gpu, answer.takeover.price_words
@@ -68,9 +67,9 @@ def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData)
     served_by_gpu = _served_on(GPU, measured)
     if not served_by_cpu and not served_by_gpu:
         cells = [cell for answer in measured for cell in answer.cells]
-        if all(map(_misses_unloaded, cells)):
+        if all(_misses_unloaded(cell, data.slo) for cell in cells):
             return "Neither the CPU nor the GPU serves one of these models within the SLO."
-        return _sentence_without_rates(cells)
+        return _sentence_without_rates(cells, data.slo)
     gpu_name = f"this machine's {machine_words(data, GPU)}"
     machine = machine_words(data, CPU)
     subject = "The CPU" if machine == "this machine" else f"The CPU ({machine})"
@@ -111,25 +110,20 @@ def _served_on(side: str, measured: Sequence[ModelAnswer]) -> dict[ModelAnswer, 
     return {answer: cell for answer, cell in cells.items() if cell and cell.is_served}
 
 
-def _misses_unloaded(cell: CellData | None) -> bool:
-    """Return whether even single requests missed the SLO on a machine that was otherwise idle."""
-    if cell is None or cell.capacity is None or _is_disturbed(cell):
+def _misses_unloaded(cell: CellData | None, slo: Slo) -> bool:
+    """Return whether even single requests missed the SLO, and not because of other processes."""
+    if cell is None or cell.capacity is None or may_miss_because_of_others(cell, slo):
         return False
     capacity = cell.capacity
     return capacity.is_none and bool(capacity.state == "misses_slo_unloaded" or capacity.checked)
 
 
-def _is_disturbed(cell: CellData) -> bool:
-    """Return whether other processes took so much CPU time that requests may have missed the SLO
-    because of them, not because of the machine."""
-    return bool(cell.never_idle_reason) or (taken_share_of(cell) or 0.0) > MAX_SLIGHT_SHARE
-
-
-def _sentence_without_rates(cells: Sequence[CellData]) -> str:
-    """Return a sentence which says that no rate is known, and whether other processes are the
+def _sentence_without_rates(cells: Sequence[CellData], slo: Slo) -> str:
+    """Return a sentence which says that no rate is known, and whether other processes may be the
     reason."""
     sentence = "No rate was confirmed or estimated in this run"
-    taken_shares = [taken_share_of(cell) or 0.0 for cell in cells if _is_disturbed(cell)]
+    disturbed = [cell for cell in cells if may_miss_because_of_others(cell, slo)]
+    taken_shares = [taken_share_of(cell) or 0.0 for cell in disturbed]
     if not taken_shares:
         return f"{sentence}."
     if max(taken_shares) == 0:

@@ -30,6 +30,7 @@ from crossover.loadtests.records.journal_events import (
     of_kind,
 )
 from crossover.models import formatting
+from crossover.reports.answers.binding_limits import may_miss_because_of_others
 from crossover.reports.report_data import CellData, RateInterval, ReportData
 from crossover.serving.hardware.numa import MISPLACED_ADVICE, misplaced_words
 
@@ -145,6 +146,8 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
             continue
         if text := disturbance_words(capacity, cell.unit_rate):
             advice = "End other programs and measure again to see the machine alone under load."
+            if capacity.is_none and not may_miss_because_of_others(cell, data.slo):
+                advice = "Without them single requests miss the SLO too."
             yield NamedWarning("OtherProcesses", WARNING, f"{title}: {text}", advice)
         if text := contradiction_words(capacity, cell.unit_rate):
             advice = "Measure again if the difference matters."

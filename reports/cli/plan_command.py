@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 TEXT_COLUMNS = 110
 CHART_PIXELS = 640
-PROGRESS_SECONDS = 1.5  # between two lines of progress where standard error is no terminal
 RATE_KEYS = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
 
@@ -77,7 +76,7 @@ def _plan(options: PlanOptions) -> None:
     console = Console()
     width = console.width if console.is_terminal else TEXT_COLUMNS
     folder = options.file.parent if options.file is not None else Path()
-    with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
+    with Progress() as progress, progress.kept_alive():
         progress.tick("reading runs and files")
         question = question_of_tables(_tables(options), folder)
         candidates = candidates_of(

@@ -15,7 +15,6 @@ from msgspec import Meta
 from rich.console import Console
 
 from crossover.reports.cli.plan_command import (
-    PROGRESS_SECONDS,
     TEXT_COLUMNS,
     measured_tables,
     own_tables,
@@ -69,7 +68,7 @@ def _size(options: SizeOptions) -> None:
     slo = None if options.slo is None else parse_slo_option(options.slo)
     machines = own_tables(options.run or [], options.price, options.machine or [])
     machines += measured_tables(options.machines or [])
-    with Progress(log_interval_seconds=PROGRESS_SECONDS) as progress, progress.kept_alive():
+    with Progress() as progress, progress.kept_alive():
         sizing = size(
             task_named(options.task),
             options.users,

@@ -61,6 +61,11 @@ GPU_WEIGHT_SHARE = 0.05
 PREFILL_TOKENS = 2048  # of a step while other requests decode: vLLM's default for a server
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)  # numbers of devices that may share each step
 CONVERSATION_TURNS = 4_000  # simulated at each rate, or more if there are many users
+# These are only a few hundred conversations of the preset `agent`, so its capacities vary with the
+# draw of conversations and arrivals. This is the standard deviation of ln(capacity) over five draws
+# (16 % on 4 x H100 and 12 % on 8 x A100 with 8B, 9 % on 8 x L40S with 1B). Four times as many turns
+# would halve it, and take four times as long.
+CONVERSATION_SD = 0.13
 # By how many half widths of its band ln(step time) is moved: steps are slow for the low end of a
 # capacity, as expected for the estimate, and fast for the high end.
 SLOW_STEPS, EXPECTED_STEPS, FAST_STEPS = 1, 0, -1

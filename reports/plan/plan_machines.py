@@ -33,7 +33,7 @@ from crossover.loadtests.records.run_folder import read_records
 from crossover.models import formatting
 from crossover.models.identity.identify_model import name_of
 from crossover.models.weights.weights_manifest import expand_home
-from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.binding_limits import binding_of, with_remedies_for
 from crossover.reports.answers.cheapest_gpu import best_cells
 from crossover.reports.answers.headline import machine_words
 from crossover.reports.devices.calibrated_machines import (
@@ -632,9 +632,7 @@ def _candidate_of_cell(
     if candidate.rate is None or not question.slo.limits:
         return candidate
     simulated = server.simulated(question.demand)
-    binding = binding_limit(simulated, question.slo, candidate.rate)
-    if cell.side != CPU:
-        binding = msgspec.structs.replace(binding, is_on_gpu=True)
+    binding = with_remedies_for(cell, binding_limit(simulated, question.slo, candidate.rate))
     return msgspec.structs.replace(candidate, binding=binding)
 
 

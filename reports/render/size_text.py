@@ -10,6 +10,7 @@ from rich.console import Console
 from crossover.models import formatting
 from crossover.models.tables import Column, Table, table_of, terminal_table
 from crossover.reports.answers.headline import slo_words
+from crossover.reports.devices.device_capacity import CONVERSATION_SD
 from crossover.reports.plan.sizing import SizeRow, Sizing
 from crossover.reports.plan.tasks import task_named
 from crossover.reports.render.json_and_csv import as_csv as csv_of
@@ -171,6 +172,12 @@ def _explanations(sizing: Sizing) -> Iterator[str]:
         f"{_hours_words(sizing)} at list prices; for machines that are paid for, their energy "
         "while they serve."
     )
+    if task_named(sizing.task).workload.has_sessions:
+        yield (
+            "Draw: a few hundred conversations are simulated. With another draw of them, the users "
+            f"of a machine differ by {formatting.share(CONVERSATION_SD)} (standard deviation), "
+            "which the intervals do not include."
+        )
     yield (
         "Basis: confirmed, a load level at this rate ran on it; estimated, simulated from times "
         "measured on it; predicted, from datasheets or from other models measured on it. Weights: "

@@ -108,6 +108,10 @@ GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores 
     "rows": "a smaller model, or a faster GPU",
     "histories": "more slots with a larger KV cache",
 }
+INT8_REMEDIES: dict[LimitKind, str] = {  # where the engine computes in int8 already
+    "unloaded_prompt": "a smaller model or a GPU",
+    "prompts": "shorter prompts, more cores, or a GPU",
+}
 
 
 class BusyShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +143,9 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
     lifted_rate: float | None = None
     # The slots, or tokens of KV memory or of histories, of that simulation.
     lifted_to: int | None = None
-    is_on_gpu: bool = False  # a GPU serves, for which other remedies help
+    # A GPU serves, or the weights are int8, for which other remedies help.
+    is_on_gpu: bool = False
+    is_int8: bool = False
     # How its server is told the slots, with "{slots}" for their number: "--slots {slots}"; "": not
     # known.
     slots_option: str = ""
@@ -387,6 +393,8 @@ def sentence_of(binding: BindingLimit, unit_rate: float | None = None) -> str:
     remedy = REMEDIES[binding.kind]
     if binding.is_on_gpu:
         remedy = GPU_REMEDIES.get(binding.kind, remedy)
+    elif binding.is_int8:
+        remedy = INT8_REMEDIES.get(binding.kind, remedy)
     if binding.kind in ("unloaded_prompt", "unloaded_tokens"):
         return f"Even a single request misses {_missed_words(binding)}. What helps: {remedy}."
     subject = f"{binding.words[:1].upper()}{binding.words[1:]}"

@@ -13,7 +13,7 @@ several nodes, further engines (`arrangements`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,16 +146,17 @@ def divide_among(
     engines: int, cores: tuple[int, ...], root: Path = ROOT, quota: float | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Return the cores of each of these engines: equally many physical cores, all on one NUMA node
-    if there are at least as many engines as nodes. Cores that remain are left out.
+    if there are at least as many engines as nodes. No core is in two engines, and cores that remain
+    are left out.
 
     Raises ServingError if an engine would have no core.
     """
     if engines == 1:
         return (cores,)
-    nodes = nodes_of(cores, numa_nodes(root))
     groups = [cores]
-    if 1 < len(nodes) <= engines:
-        groups = [tuple(core for core in cores if core in node.cpus) for node in nodes]
+    places = _places(cores, root)
+    if 1 < len(places) <= engines:
+        groups = [tuple(core for core in cores if core in place.cpus) for place in places]
     if engines % len(groups):
         fewer = engines // len(groups) * len(groups)
         raise ServingError(
@@ -198,9 +199,7 @@ def arrangements(
     """
     nodes = nodes_of(allowed, numa_nodes(root))
     physical = physical_of(allowed, root)
-    are_apart = sum(len(node.cpus) for node in nodes) == len(
-        {c for node in nodes for c in node.cpus}
-    )
+    are_apart = len(_places(allowed, root)) == len(nodes)
     has_low_quota = quota is not None and quota < len(set(physical.values()))
     if len(nodes) < 2 or not are_apart or has_low_quota:
         return (Arrangement(),)
@@ -228,24 +227,47 @@ def best_engine_cores(
     most together, since each operator waits for the slowest of them.
     """
     cores, why = allowed, ""
-    all_nodes = nodes_of(allowed, numa_nodes(root))
-    needed = min(nodes or engines, len(all_nodes))
-    fitting_nodes = [node for node in all_nodes if memory_bytes <= node.free_bytes * needed]
-    if needed < len(all_nodes) and len(fitting_nodes) >= needed:
-        count = {node.number: len(set(node.cpus) & set(allowed)) for node in all_nodes}
-        fitting_nodes.sort(key=lambda node: (count[node.number], node.free_bytes), reverse=True)
-        best = {cpu for node in fitting_nodes[:needed] for cpu in node.cpus}
+    places = _places(allowed, root)
+    count = len(places)
+    needed = min(nodes or engines, count)
+    fitting = [place for place in places if memory_bytes <= place.free_bytes * needed]
+    if needed < count and len(fitting) >= needed:
+        fitting.sort(
+            key=lambda place: (len(place.cpus & set(allowed)), place.free_bytes), reverse=True
+        )
+        best = {cpu for place in fitting[:needed] for cpu in place.cpus}
         cores = tuple(core for core in allowed if core in best)
-        why = f"one NUMA node of {len(all_nodes)}, since the weights lie on one"
-        if Arrangement(len(all_nodes)) in arrangements(allowed, root):
-            why += f"; --engines {len(all_nodes)} uses all"
+        why = f"one NUMA node of {count}, since the weights lie on one"
+        if Arrangement(count) in arrangements(allowed, root):
+            why += f"; --engines {count} uses all"
         if needed > 1:
-            why = f"{needed} NUMA nodes of {len(all_nodes)}, one for each engine"
+            why = f"{needed} NUMA nodes of {count}, one for each engine"
     fast_cores = _fast_cores(cores, root)
     if fast_cores != cores:
         reason = "the faster cores, since each operator waits for the slowest"
         return fast_cores, f"{why}; {reason}" if why else reason
     return cores, why
+
+
+class _Place(NamedTuple):
+    """A NUMA node, or several that share CPUs, as emulated ones do."""
+
+    cpus: frozenset[int]
+    free_bytes: int
+
+
+def _places(cores: Collection[int], root: Path) -> list[_Place]:
+    """Return the places of these cores, by their first CPU. No two share a CPU."""
+    places: list[_Place] = []
+    for node in nodes_of(cores, numa_nodes(root)):
+        merged, apart = _Place(frozenset(node.cpus), node.free_bytes), []
+        for place in places:
+            if place.cpus.isdisjoint(merged.cpus):
+                apart.append(place)
+            else:
+                merged = _Place(place.cpus | merged.cpus, place.free_bytes + merged.free_bytes)
+        places = [*apart, merged]
+    return sorted(places, key=lambda place: min(place.cpus))
 
 
 def _fast_cores(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:

@@ -240,14 +240,18 @@ class EngineProcess(asyncio.Protocol):
         self._cause = self._cause or (cause, why)
         self.kill()
 
-    def end_if_hung(self, timeout_seconds: float) -> None:
-        """Kill a process that is silent while it loads, or whose step takes too long."""
+    def end_if_hung(self, timeout_seconds: float, load_seconds: float | None = None) -> None:
+        """Kill a process that is silent while it loads, or whose step takes too long.
+
+        `load_seconds`: its maximum silence while it loads; None: that of its device.
+        """
         if self._cause is not None or not self.alive:
             return
         now, device = time.monotonic(), self.config.device
         if self.ready is None:
             silent_seconds = now - self._message_at
-            if silent_seconds > LOAD_SILENCE_SECONDS[device]:
+            of_device = LOAD_SILENCE_SECONDS[device]
+            if silent_seconds > min(of_device, load_seconds or of_device):
                 why = f"no message from the loading engine for {silent_seconds:.0f} s"
                 self.give_up(Cause.health_timeout, why)
             return

@@ -20,7 +20,8 @@ from one queue, each on cores of its own. The model is ready once all of them ha
 some are ready and the others take much longer (MIN_WAIT_FOR_OTHERS_SECONDS), as an engine that
 hangs does. Those join when they have loaded. When one of them dies, or is killed because it hangs,
 it is restarted while the others serve, and one that is not restarted any more leaves the model to
-the others. The state is "restarting" only while none serves.
+the others. The state is "restarting" only while none serves, and "loading" again if those that are
+left have never served.
 
 The CPU can be a bridge while a GPU's engine restarts after its death. If the next engine of the
 list is on the CPU, and `estimate_load_seconds` says that it will be ready sooner, both load, and
@@ -49,6 +50,7 @@ from crossover.serving.supervisor.inflight_requests import InflightRequests, Str
 from crossover.serving.supervisor.restart_policy import (
     EngineExit,
     RecoveryLimits,
+    RestartDecision,
     after_death,
     return_at,
 )
@@ -60,6 +62,9 @@ CHECK_SECONDS = 0.1  # between two checks of engines and deadlines
 # Engines that serve side by side load alike. When one is ready, the model waits for the others for
 # as long again as it took, and at least for this long.
 MIN_WAIT_FOR_OTHERS_SECONDS = 5.0
+# One of them that loads alone, since the others are given up, hangs after so many times the seconds
+# that another took, but not before so many seconds.
+MAX_LOAD_SLOWDOWN, MIN_LAST_LOAD_SECONDS = 10.0, 60.0
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
 RETRY_SECONDS = 30.0  # before a failed model is tried again
 # In these states no engine serves new requests, or will by itself.
@@ -474,13 +479,21 @@ class Supervisor:
             self._become(EngineState.failed, decision.text)
             self.requests.fail(decision.text, only_waiting=True)
         elif self.state == EngineState.loading:
-            self._become(EngineState.loading, decision.text)
+            self._become(EngineState.loading, self._words_without(engine, decision))
             self._serve_side_by_side(others)
         elif others:
             self.ready = others[0].ready
         else:
             self.ready = None
-            self._become(EngineState.restarting, decision.text)
+            left = self._load_seconds.keys() - self._given_up
+            state = EngineState.restarting if left else EngineState.loading
+            self._become(state, self._words_without(engine, decision))
+
+    def _words_without(self, engine: EngineProcess, decision: RestartDecision) -> str:
+        """Return what is done after the death of one of several engines, none of which serves."""
+        if decision.engine is not None:
+            return decision.text
+        return f"waiting for the other engines; {engine.name} is given up: {decision.text}"
 
     def _current_died(self, engine: EngineProcess, ending: EngineExit) -> None:
         """Restart the current engine, or fall back to the next one, or fail."""
@@ -534,6 +547,18 @@ class Supervisor:
             self._ready_due_at = ready_at
             self._background.start(self._spawn(later, is_bridge=True))
 
+    @property
+    def _max_load_silence(self) -> float | None:
+        """The seconds that a loading engine may be silent; None: as its device may be.
+
+        Engines that serve side by side load alike. So if all others are given up, and one of them
+        has loaded, one that takes much longer hangs, and the model must not wait for it.
+        """
+        loaded = self._load_seconds.values()
+        if not self._given_up or not loaded or self.requests.engines:
+            return None
+        return max(MIN_LAST_LOAD_SECONDS, MAX_LOAD_SLOWDOWN * max(loaded))
+
     def _expected_load_seconds(self, index: int) -> float:
         """Return what the last load of this engine took, else the last of any."""
         measured = self._load_seconds
@@ -551,7 +576,7 @@ class Supervisor:
             now = time.monotonic()
             self.requests.end_overdue()
             for engine in self._living:
-                engine.end_if_hung(self._limits.health_timeout_seconds)
+                engine.end_if_hung(self._limits.health_timeout_seconds, self._max_load_silence)
             if self._side_by_side and self.state == EngineState.loading:
                 self._serve_side_by_side(self.requests.engines)
             if self._index and self.state == EngineState.ready and 0 not in self._engines:

@@ -73,6 +73,9 @@ def test_a_log_keeps_the_unit_of_its_first_rates() -> None:
     assert formatting.rate(0.147, like=units.keep("cpu", [1.3, 1.2])) == "0.15/s"
     assert formatting.rate(1.3, like=units.keep("gpu", [0.147, 0.62])) == "78 a minute"
     assert formatting.rate(0.147, like=units.keep("cpu", [0.147])) == "0.15/s"
+    later = formatting.RateUnits()
+    later.devices_with_several.add("cpu")
+    assert later.keep("cpu", [0.147], [None, 1.3, 0.2]) == 1.3  # as the log has them, whatever came
     several = formatting.RateUnits()
     several.devices_with_several.add("cpu")  # a larger model may follow
     assert formatting.rate(1.3, like=several.keep("cpu", [1.3])) == "78 a minute"

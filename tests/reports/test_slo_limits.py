@@ -36,7 +36,7 @@ from crossover.loadtests.cli.one_level import show_level
 from crossover.loadtests.levels.level_columns import Level
 from crossover.loadtests.records.journal_events import Capacity, Disturbance
 from crossover.reports.answers.atlas import atlas_of
-from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.binding_limits import binding_of, may_miss_because_of_others
 from crossover.reports.answers.cheapest_gpu import choose_takeover
 from crossover.reports.answers.headline import slo_words
 from crossover.reports.answers.model_answers import answers_of
@@ -78,6 +78,11 @@ def cell_under(slo: Slo) -> CellData:
 @cache
 def levels() -> tuple[Level, ...]:
     return tuple(measured.level for measured in cell_under(WITHOUT).levels)
+
+
+def busy_cell() -> CellData:
+    """The model beside another program."""
+    return msgspec.structs.replace(cell_under(WITHOUT), never_idle_reason="`make` (pid 7)")
 
 
 def level_at_a_rate() -> Level:
@@ -189,6 +194,9 @@ ANSWERS: dict[str, Callable[[Slo], object]] = {
     "loadtests/levels/level_columns.py:Level.judge": lambda slo: level_at_a_rate().judge(slo),
     "reports/answers/atlas.py:atlas_of": atlas_capacities,
     "reports/answers/binding_limits.py:binding_of": lambda slo: binding_of(cell_under(slo), slo),
+    "reports/answers/binding_limits.py:may_miss_because_of_others": lambda slo: (
+        may_miss_because_of_others(busy_cell(), slo)
+    ),
     "reports/answers/cheapest_gpu.py:choose_takeover": lambda slo: choose_takeover(
         cell_under(slo), slo
     ),

@@ -350,12 +350,39 @@ def test_a_later_table_and_a_report_have_the_unit_of_the_log(tmp_path: Path) -> 
     assert rate_unit(common_rate([cell.capacity]))[1] != "/s"
 
 
+def test_a_confirmation_is_logged_in_the_unit_of_the_first_log(tmp_path: Path) -> None:
+    """As where the estimate moved in the first session, after its unit was chosen."""
+    world = Simulated()
+    folder = world.run(campaign(search="confirm = 0"), tmp_path)
+    journal = folder / "events.jsonl"
+    (finished,) = of_kind(read_records(folder).events, CellFinished)
+    assert rate_unit(finished.unit_rate)[1] == "/s"
+    recorded = f'"unit_rate":{finished.unit_rate}'
+    journal.write_text(journal.read_text().replace(recorded, '"unit_rate":0.5'))
+    world.output = StringIO()
+    world.resume(folder, confirm=True)
+    assert found_in(folder).state == "confirmed"
+    assert rate_units_in(world.output.getvalue()) == {" a minute"}, world.output.getvalue()
+
+
 def test_a_rate_that_a_campaign_lists_twice_is_repeated_once_for_each(tmp_path: Path) -> None:
     world = Simulated(hog=(0.0, 1e9), hog_share=0.7)
     folder = world.run(campaign(300, search="rates = [1.0, 1.0]"), tmp_path)
     check_folder(folder)
     assert rates(folder) == [1.0] * 4
     assert len(of_kind(read_records(folder).events, NeverQuiet)) == 2
+
+
+def test_no_lower_rate_follows_that_the_time_left_is_too_short_to_confirm(tmp_path: Path) -> None:
+    """Beside another program the first level had no verdict. In the 80 s that a second could last,
+    32 requests would have to meet the SLO, and 85 % of the first rate gives 26."""
+    world = Simulated(hog=(0.0, 1e9))
+    folder = world.run(campaign(300, ttft=0.5), tmp_path)
+    check_folder(folder)
+    assert len(rates(folder)) == 1 and not found_in(folder).is_confirmed
+    assert "too short for another level" in world.output.getvalue()
+    more_time = world.run(campaign(600, ttft=0.5), tmp_path)
+    assert len(rates(more_time)) == 2
 
 
 def test_a_disturbed_level_that_no_time_is_left_to_repeat_is_not_waited_for(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """The sizing table: users by Little's law, machines and costs by the rule of plans, and no name
 that is not known."""
 
+import json
+import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +14,7 @@ from typer.testing import CliRunner
 from crossover import cli
 from crossover.loadtests.capacity.machine_file import write_machine_file
 from crossover.models.identity.model_ladder import ladder_model
+from crossover.reports.plan import plan_machines, sizing
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH
 from crossover.reports.plan.plan_file import read_question
 from crossover.reports.plan.plan_options import Candidate
@@ -209,6 +214,13 @@ def test_every_form_of_the_table_has_all_rows_with_their_grades() -> None:
     assert len(lines) == len(sizing.rows) == 4 and header.startswith("task,users,model,machine,")
 
 
+def test_the_table_says_how_much_conversations_vary_with_their_draw() -> None:
+    sizing = small_table()
+    words = "With another draw of them, the users of a machine differ by 13 %"
+    assert words not in as_markdown(sizing)
+    assert words in as_markdown(msgspec.structs.replace(sizing, task="agent"))
+
+
 def test_groups_of_cards_are_larger_where_that_is_cheaper() -> None:
     """An L4 has little memory left beside an 8B model, and two have much more than twice that."""
     sizing = size(task_named("chat"), 400, ["8b"], [], ["NVIDIA L4"])
@@ -251,6 +263,26 @@ def test_the_table_of_a_command_line() -> None:
     assert (
         done.exit_code == 0 and f"chat,50,{ladder_model('1b').spec.name},NVIDIA L4" in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["plan", "--model", "1b", "--rate", "1", "--json"], plan_machines),
+        (["size", "--users", "9", "--models", "1b", "--format", "json"], sizing),
+    ],
+)
+def test_a_pipe_gets_the_answer_and_no_progress_of_the_first_seconds(
+    words: list[str], module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(2.0)
+        return candidates_of(*arguments)
+
+    candidates_of = plan_machines.candidates_of
+    monkeypatch.setattr(module, "candidates_of", slowly)
+    done = CliRunner().invoke(cli.app, [*words, "--device", "NVIDIA L4"])
+    assert json.loads(done.stdout) and not done.stderr
 
 
 def test_measured_machines_are_rented_at_the_prices_in_their_files(tmp_path: Path) -> None:

@@ -213,3 +213,13 @@ def test_no_gpu_is_advised_to_have_cores_or_a_gpu() -> None:
         shares = BusyShares(prompts=0.25, weights=0.25, rows=0.25, context=0.25)
         words = sentence_of(BindingLimit(kind=kind, rate=1.0, shares=shares, is_on_gpu=True))
         assert "cores" not in words and "or a GPU" not in words
+
+
+def test_no_engine_that_computes_in_int8_is_advised_to_compute_in_int8() -> None:
+    shares = BusyShares(prompts=0.25, weights=0.25, rows=0.25, context=0.25)
+    kinds: tuple[LimitKind, ...] = ("unloaded_prompt", "prompts")
+    for kind in kinds:
+        binding = BindingLimit(kind=kind, rate=1.0, shares=shares)
+        assert "an engine that computes in int8" in sentence_of(binding)
+        words = sentence_of(msgspec.structs.replace(binding, is_int8=True))
+        assert "int8" not in words and "a GPU." in words

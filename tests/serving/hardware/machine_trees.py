@@ -35,7 +35,7 @@ def make_tree(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
 
-    cpus = tuple(sorted(cpu for of_node in nodes.values() for cpu in of_node))
+    cpus = tuple(sorted({cpu for of_node in nodes.values() for cpu in of_node}))
     for cpu in cpus:
         write(f"cpu/cpu{cpu}/topology/thread_siblings_list", cores_text(siblings(cpu)))
         write(f"cpu/cpu{cpu}/cache/index3/size", cache_size)

@@ -45,6 +45,7 @@ from tests.serving.hardware.machine_trees import (
     epyc_with_four_nodes,
     grace,
     graviton,
+    make_tree,
     two_xeons,
     xeon_with_hyperthreads,
 )
@@ -189,6 +190,31 @@ def test_a_campaign_measures_several_engines_on_their_nodes(tmp_path: Path) -> N
     assert not set(split.engine) & {*layout.api, *layout.client}
     over_all = divide_cores(tree.cpus, root=tmp_path, arrangement=ALL_NODES)
     assert over_all.engine == layout.engine
+
+
+def test_engines_share_no_core_where_nodes_do(tmp_path: Path) -> None:
+    """Two sockets of 8 cores, each emulated as two nodes that list all of its CPUs."""
+    first, second = [*range(8)], [*range(8, 16)]
+    make_tree(
+        tmp_path,
+        {0: first, 1: second, 2: first, 3: second},
+        lambda cpu: [cpu],
+        "32M",
+        lambda cpu: first if cpu < 8 else second,
+    )
+    cpus = tuple(range(16))
+
+    def cores_of(engines: int) -> list[str]:
+        split = split_cores(cpus, cpus, root=tmp_path, engines=engines)
+        return [cores_text(engine.cores) for engine in split.engines]
+
+    assert cores_of(2) == ["0-7", "8-15"]
+    assert cores_of(4) == ["0-3", "4-7", "8-11", "12-15"]
+    best = split_cores(cpus, root=tmp_path, memory_bytes=8 * GIB)
+    assert cores_text(best.engine) == "0-7" and best.memory_nodes == (0, 2)
+    assert arrangements(cpus, tmp_path) == (ONE_NODE,)
+    one_socket = split_cores(tuple(first), root=tmp_path, engines=2)
+    assert [cores_text(engine.cores) for engine in one_socket.engines] == ["0-3", "4-7"]
 
 
 def test_engines_whose_memory_fits_on_no_node_have_it_on_all(tmp_path: Path) -> None:

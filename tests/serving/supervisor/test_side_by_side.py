@@ -11,13 +11,13 @@ import pytest
 
 from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.engine.ipc_messages import GenerationRequest
-from crossover.serving.errors import EngineFailed, Overloaded
+from crossover.serving.errors import EngineFailed, Overloaded, Unavailable
 from crossover.serving.supervisor import engine_supervisor, restart_policy
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.choose_engine import Histories, as_history
 from crossover.serving.supervisor.engine_process import EngineProcess
 from crossover.serving.supervisor.engine_supervisor import Supervisor
-from tests.serving.children import LONG, collect, kinds, next_of, run, running, truth, until
+from tests.serving.children import LONG, QUICK, collect, kinds, next_of, run, running, truth, until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -227,6 +227,33 @@ def test_an_engine_that_hangs_while_it_loads_does_not_keep_the_others_from_servi
             assert not hung.alive and supervisor.state == "ready"
             died = next(event for event in supervisor.events if event.kind == "died")
             assert "no message from the loading engine for 3 s" in died.message
+
+    run(scenario())
+
+
+def test_a_model_does_not_wait_for_a_hanging_load_when_its_other_engine_is_given_up(
+    config: Callable[..., EngineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loading meanwhile, and by the load of the other it is known what takes too long."""
+    monkeypatch.setattr(engine_supervisor, "MIN_WAIT_FOR_OTHERS_SECONDS", 0.5)
+    monkeypatch.setattr(engine_supervisor, "MIN_LAST_LOAD_SECONDS", 2.0)
+    monkeypatch.setattr(engine_supervisor, "MAX_LOAD_SLOWDOWN", 1.0)
+    hanging = config(fail_cause="load_hang", fail_once_file=str(tmp_path / "hung"))
+    limits = msgspec.structs.replace(QUICK, deaths=2)
+
+    async def scenario() -> None:
+        async with running(config(), hanging, side_by_side=True, limits=limits) as supervisor:
+            for deaths in (1, 2):
+                await supervisor.wait_ready(20)
+                os.kill(supervisor.requests.engines[0].pid or 0, signal.SIGKILL)
+                await until(lambda deaths=deaths: supervisor.deaths.total() >= deaths)
+            assert supervisor.state == "loading" and supervisor.reason is not None
+            assert supervisor.reason.startswith("waiting for the other engines; fake/cpu #1 is")
+            with pytest.raises(Unavailable, match=r"not available \(loading\)"):
+                supervisor.submit(GenerationRequest([1], 5))
+            await supervisor.wait_ready(20)
+            assert supervisor.deaths["health_timeout"] == 1
+            assert (await collect(supervisor.submit(GenerationRequest([1], 5)))).tokens == 5
 
     run(scenario())
 
