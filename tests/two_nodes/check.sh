@@ -6,6 +6,7 @@
 #
 #   PYTHON  interpreter with this project's packages (default: .venv/bin/python)
 #   PLACE   folder of the kernel, which a second run reuses (default: /var/tmp/crossover-two-nodes)
+#   LIMIT   maximum seconds of the virtual machine (default: 1200)
 set -euo pipefail
 source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$(realpath -s "${PYTHON:-$source/.venv/bin/python}")
@@ -19,9 +20,10 @@ done
 mkdir -p "$place" && cd "$place"
 if ! compgen -G 'kernel/boot/vmlinuz-*' >/dev/null; then
   # linux-image-amd64 has no files of its own and depends on the package that has them.
-  package=$(apt-cache depends linux-image-amd64 | grep -o 'linux-image-[0-9].*' | head -n 1) &&
-    apt-get download -qq "$package" && dpkg -x linux-image-*.deb kernel ||
-    not_run "the kernel cannot be downloaded"
+  package=$(apt-cache depends linux-image-amd64 | grep -o -m 1 'linux-image-[0-9].*') ||
+    not_run "apt-get does not know linux-image-amd64"
+  apt-get download -qq "$package" 2>/dev/null || not_run "$package cannot be downloaded"
+  dpkg -x "$package"_*.deb kernel
 fi
 modules=(virtio_ring virtio virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci netfs fscache
   9pnet 9pnet_virtio 9p)
