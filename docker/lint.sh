@@ -14,7 +14,7 @@ status=0
 held() { echo "lint-images: $1"; shift; "$@" || status=1; }
 # DL3008: Debian's packages are those of the day of the build, with their security updates.
 held "Dockerfiles" "$place/bin/hadolint" --ignore DL3008 docker/Dockerfile docker/prometheus/Dockerfile
-held "scripts" "$place/bin/shellcheck" docker/*.sh tests/aarch64/check.sh tests/release_check_on.sh .ci/run
+held "scripts" "$place/bin/shellcheck" docker/*.sh tests/aarch64/check.sh tests/two_nodes/check.sh tests/release_check_on.sh .ci/run
 held "compose files" "$place/bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.loopback.yaml
 validated() { held "$1" "$place/bin/kubernetes-validate" --strict --quiet --kubernetes-version 1.37 "$1"; }
 # kustomization.yaml and servicemonitor.yaml are of schemas that Kubernetes does not ship.

@@ -347,7 +347,8 @@ def numa_text(root: Path = ROOT) -> str:
     texts: list[str] = []
     for node in nodes:
         cores = len(set(physical_of(node.cpus, root).values()))
-        texts.append(f"{cores} cores, {formatting.size(node.total_bytes)}")
+        noun = "core" if cores == 1 else "cores"
+        texts.append(f"{cores} {noun}, {formatting.size(node.total_bytes)}")
     if len(set(texts)) == 1:
         return f"{len(nodes)} nodes of {texts[0]} each"
     return f"{len(nodes)} nodes: {'; '.join(texts)}"

@@ -313,12 +313,12 @@ def _memory_nodes(engine: tuple[int, ...], root: Path, memory_bytes: int) -> tup
 
 
 def _memory_text(memory_nodes: tuple[int, ...]) -> str:
-    """Return where the engine's memory lies, as a part of a sentence; "": there is one node."""
+    """Return where the engine's memory lies, in parentheses; "": there is one node."""
     if not memory_nodes:
         return ""
     if len(memory_nodes) == 1:
-        return f", memory on NUMA node {memory_nodes[0]}"
-    return f", memory in turns on NUMA nodes {cores_text(memory_nodes)}"
+        return f" (memory on NUMA node {memory_nodes[0]})"
+    return f" (memory in turns on NUMA nodes {cores_text(memory_nodes)})"
 
 
 def parse_cores(text: str, option: str = "") -> tuple[int, ...]:

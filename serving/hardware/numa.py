@@ -11,11 +11,12 @@ system calls are made through ctypes; libnuma is not needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -109,6 +110,23 @@ def allocate_memory_on(nodes: Collection[int]) -> None:
         raise OSError(code, os.strerror(code))
 
 
+@contextlib.contextmanager
+def running_on(cores: Collection[int]) -> Iterator[None]:
+    """Run this thread on these cores meanwhile; (): where it runs already.
+
+    A process that is started here runs there from its beginning, so what the interpreter allocates
+    before `run_on` lies on the cores' NUMA node too. In a small engine that is a tenth of its
+    memory.
+    """
+    previous_cores = os.sched_getaffinity(0)
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        yield
+    finally:
+        os.sched_setaffinity(0, previous_cores)
+
+
 def run_on(cores: Collection[int], memory_nodes: Collection[int]) -> str:
     """Run this thread, and those that it starts, on these cores with memory on these NUMA nodes;
     (): wherever the kernel puts them. Return why the memory's place is not enforced; "": it is.
@@ -121,8 +139,9 @@ def run_on(cores: Collection[int], memory_nodes: Collection[int]) -> str:
         if memory_nodes:
             allocate_memory_on(memory_nodes)
     except OSError as problem:
+        noun = "node" if len(memory_nodes) == 1 else "nodes"
         return (
-            f"memory is not bound to NUMA nodes {', '.join(map(str, memory_nodes))} ({problem}); "
+            f"memory is not bound to NUMA {noun} {', '.join(map(str, memory_nodes))} ({problem}); "
             "it lies where the threads run that write it first"
         )
     return ""

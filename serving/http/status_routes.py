@@ -197,7 +197,11 @@ def _describe_ready_engine(model: ServedModel, ready: Ready) -> dict[str, Any]:
             # Of the memory, on the NUMA nodes that the engine was given (of several engines, the
             # smallest share); null: given none.
             "share_on_nodes": min(
-                (share for engine in supervisor.engines if (share := _share_on_nodes(engine))),
+                (
+                    share
+                    for engine in supervisor.engines
+                    if (share := _share_on_nodes(engine)) is not None
+                ),
                 default=None,
             ),
         },

@@ -536,13 +536,13 @@ def memory_at(memory_by_context: Mapping[int, EngineMemory], context: int) -> En
 
 
 def narrowed(
-    placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
+    placement: Placement, attempts: tuple[Attempt, ...], *further_reasons: Reason
 ) -> Placement:
-    """Return the placement with only these attempts, of which the first is chosen, and with one
-    further reason, if given."""
+    """Return the placement with only these attempts, of which the first is chosen, and with
+    further reasons."""
     return msgspec.structs.replace(
         placement,
-        reasons=placement.reasons if reason is None else (*placement.reasons, reason),
+        reasons=(*placement.reasons, *further_reasons),
         attempts=attempts,
         **msgspec.structs.asdict(attempts[0]),
     )

@@ -179,11 +179,11 @@ class ModelLoader:
                 chosen, *fallbacks = attempts[chosen_index:]
                 if check_memory:
                     fallbacks = [attempt for attempt in fallbacks if attempt.fits]
-                reason = None
+                reasons = list(prepared.choice_reasons)
                 if evicted:
                     text = f"unloaded {', '.join(evicted)}, least recently used, to make room"
-                    reason = Reason(None, text)
-                return narrowed(placement, (chosen, *fallbacks), reason)
+                    reasons.append(Reason(None, text))
+                return narrowed(placement, (chosen, *fallbacks), *reasons)
             if not may_evict:
                 raise NoRoom(
                     f"there is no room beside {name_to_evict}; it is loaded at its first request"

@@ -74,6 +74,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     # With backend, format and context decided, so that a later placement is the same.
     request: PlacementRequest
     placement: Placement
+    # Of the placement, those that a later one does not give again: why this engine, and so many.
+    choice_reasons: tuple[Reason, ...]
     split: CoreSplit
     files: dict[str, ResolvedModel]  # by backend
     options: dict[str, dict[str, Any]]  # by backend
@@ -280,6 +282,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         placement = machine.place(request, facts)
     request = with_context(request, placement.settings.context_tokens)
     threads, arrangement = model.threads, Arrangement(model.engines or 1)
+    reasons: list[Reason] = []
     if question is not None and placement.device == "cpu":
         choice = fastest_backend(question, facts, machine.say, machine.progress)
         threads, arrangement = choice.threads or model.threads, choice.split.arrangement
@@ -287,16 +290,17 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
         request = with_engine_count(request, arrangement.engines)
         placement = machine.place(request, facts)
-        placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
+        reasons.append(Reason(None, choice.reason))
     elif placement.device == "cpu":
         engine = Engine(placement.backend, placement.weight_format, "cpu")
         ways, split_of = machine.arrangements(model), machine.split_of(model)
         arrangement = fitting_splits(request, facts, engine, ways, split_of)[0].arrangement
         if arrangement.engines > 1 and model.engines is None:
             request = with_engine_count(request, arrangement.engines)
-            reasons = (*placement.reasons, Reason(None, why_one_on_each_node(arrangement.engines)))
             placement = machine.place(request, facts)
-            placement = msgspec.structs.replace(placement, reasons=reasons)
+            reasons.append(Reason(None, why_one_on_each_node(arrangement.engines)))
+    placement_reasons = placement.reasons
+    placement = narrowed(placement, placement.attempts, *reasons)
     cpu_bytes = [attempt.need_bytes for attempt in placement.attempts if attempt.device == "cpu"]
     split = machine.split(model.cores, threads, arrangement, max(cpu_bytes, default=0))
     backends = [attempt.backend for attempt in placement.attempts]
@@ -310,6 +314,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         model=model,
         request=request,
         placement=placement,
+        choice_reasons=placement.reasons[len(placement_reasons) :],
         split=split,
         options=options,
         files=files,
@@ -361,7 +366,7 @@ def files_of_engines(
     """
     files = dict(own_files)
     attempts: list[Attempt] = []
-    reason = None
+    reasons: list[Reason] = []
     for attempt in placement.attempts:
         backend = attempt.backend
         try:
@@ -371,10 +376,10 @@ def files_of_engines(
             if not attempts:
                 raise
             text = f"no fallback to {backend} on the CPU: its weights are not available: {problem}"
-            reason = Reason(Cause.load_failed, text)
+            reasons.append(Reason(Cause.load_failed, text))
         else:
             attempts.append(attempt)
-    return files, narrowed(placement, tuple(attempts), reason)
+    return files, narrowed(placement, tuple(attempts), *reasons)
 
 
 def with_measured_fallbacks(

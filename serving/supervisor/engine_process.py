@@ -29,6 +29,7 @@ from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.backends.backend_table import spec_of
 from crossover.serving.engine import ipc_messages as ipc
 from crossover.serving.errors import Cause
+from crossover.serving.hardware.numa import running_on
 from crossover.serving.supervisor.admission import Pace
 from crossover.serving.supervisor.restart_policy import (
     LOAD_SILENCE_SECONDS,
@@ -154,14 +155,15 @@ class EngineProcess(asyncio.Protocol):
                     ipc.SOCKET_VARIABLE: engine_end.fileno(),
                     ipc.RECEIVED_VARIABLE: self._received,
                 }
-                self._process = start_python(
-                    "-m",
-                    "crossover.serving.engine.engine_loop",
-                    environment=environment(self.config, descriptors),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=tuple(descriptors.values()),
-                )
+                with running_on(self.config.cores):
+                    self._process = start_python(
+                        "-m",
+                        "crossover.serving.engine.engine_loop",
+                        environment=environment(self.config, descriptors),
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=tuple(descriptors.values()),
+                    )
             own_end.setblocking(False)
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=own_end)
             name = f"engine-{self._process.pid}"

@@ -91,6 +91,13 @@ def alternating_xeons(root: Path) -> Tree:
     )
 
 
+def two_cores_on_two_nodes(root: Path) -> Tree:
+    """As the virtual machine of tests/two_nodes/check.sh has them."""
+    return make_tree(
+        root, {0: [0], 1: [1]}, lambda cpu: [cpu], "16384K", lambda cpu: [cpu], {0: 2_900_000}
+    )
+
+
 def graviton(root: Path) -> Tree:
     """One node of 64 cores without hyperthreads."""
     nodes = {0: [*range(64)]}

@@ -46,6 +46,7 @@ from tests.serving.hardware.machine_trees import (
     grace,
     graviton,
     make_tree,
+    two_cores_on_two_nodes,
     two_xeons,
     xeon_with_hyperthreads,
 )
@@ -270,6 +271,7 @@ def test_nodes_are_read_with_their_memory(tmp_path: Path) -> None:
     [
         (two_xeons, "2 nodes of 32 cores, 252 GiB each"),
         (epyc_with_four_nodes, "4 nodes of 16 cores, 252 GiB each"),
+        (two_cores_on_two_nodes, "2 nodes of 1 core, 252 GiB each"),
         (graviton, None),
         (grace, None),
     ],
@@ -384,7 +386,7 @@ def test_memory_is_bound_to_a_node() -> None:
     code = "print(repr(run_on((), (0,)))); x = bytearray(8 << 20); print(sorted(bytes_by_node()))"
     assert in_child(code) == "''\n[0]"
     missing = in_child("print(run_on((), (63,)))")
-    assert "memory is not bound to NUMA nodes 63 ([Errno 22] Invalid argument)" in missing
+    assert "memory is not bound to NUMA node 63 ([Errno 22] Invalid argument)" in missing
 
 
 def test_an_engine_without_the_permission_says_where_its_memory_lies(

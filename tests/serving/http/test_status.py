@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from crossover.serving.backends.backend_interface import EngineConfig
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.engine.ipc_messages import PromptCacheStats
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.machine_facts import resident_bytes
+from crossover.serving.http import status_routes
 from crossover.serving.http.routes import ROUTES, document
 from crossover.serving.supervisor.engine_supervisor import EngineEvent
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
@@ -95,6 +98,28 @@ def test_placement_shows_what_runs_where(supervisor: FakeSupervisor) -> None:
     }
     assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
     assert "model_path" not in found["engine"] and "tokenizer_path" not in found["engine"]
+
+
+def test_the_smallest_share_on_a_node_is_reported_also_if_it_is_none(
+    supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {(0,): 0.0, (1,): 0.98, (): None}  # by the engine's nodes
+    supervisor.engines = [
+        SimpleNamespace(
+            pid=1,
+            alive=True,
+            name="fake/cpu",
+            ready=None,
+            in_flight=0,
+            config=EngineConfig("fake", "", "m", memory_nodes=nodes),
+        )
+        for nodes in shares
+    ]
+    monkeypatch.setattr(status_routes, "memory_share_on", lambda nodes, pid: shares[nodes])
+    with served(app_on(supervisor)) as port:
+        found = ask(port, "GET", "/v1/placement").json
+    assert found["memory"]["share_on_nodes"] == 0.0
+    assert [one["share_on_nodes"] for one in found["engine_processes"]] == [0.0, 0.98, None]
 
 
 def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> None:

@@ -159,7 +159,7 @@ def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) ->
         "no fallback to llama_cpp on the CPU: its weights are not available: the disk is full"
         in text
     )
-    broken = narrowed(found, found.attempts[1:], None)
+    broken = narrowed(found, found.attempts[1:])
     with pytest.raises(BrokenWeights):
         files_of_engines(identify("1b"), broken, here)
 

@@ -1,6 +1,7 @@
 """How many engines a server starts where nobody says so: on two sockets made of files, with step
 times from a scripted table or with none."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from crossover.models.identity.identify_model import ModelIdentity
 from crossover.models.identity.model_ladder import ladder_model
 from crossover.serving.hardware.cpu_topology import Arrangement, cores_text
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.metrics import ServerMetrics
 from crossover.serving.placement.engine_times import EngineTimes, save_times
 from crossover.serving.placement.fastest_backend import EngineCandidate, EngineQuestion
 from crossover.serving.placement.placement_policy import Placement, explain
 from crossover.serving.registry import prepare_model
+from crossover.serving.registry.model_loader import RegistryLimits
 from crossover.serving.registry.prepare_model import Host, Prepared, prepare
+from crossover.serving.registry.registry import Registry
 from crossover.serving.server_options import ModelOptions
+from crossover.serving.supervisor.engine_supervisor import Supervisor
 from tests.serving.hardware.machine_trees import Tree, two_xeons
 from tests.tools.with_settings import placement_request
 
@@ -56,6 +61,8 @@ def test_without_step_times_there_is_one_engine_on_each_node(tmp_path: Path) -> 
     assert cores == ["0-30,64-94", "32-62,96-126"]
     assert [config.memory_nodes for config in prepared.configs] == [(0,), (1,)]
     assert {config.threads for config in prepared.configs} == {31}
+    on_nodes = "0-30,64-94 (memory on NUMA node 0) and 32-62,96-126 (memory on NUMA node 1)"
+    assert f"2 engines on cores {on_nodes} with 31 threads each" in prepared.split.note
     assert prepared.request.settings.engines == 2, "a later placement is the same"
     text = "\n".join(explain(prepared.placement))
     assert "2 engines each with " in text
@@ -75,6 +82,19 @@ def test_without_step_times_there_is_one_engine_on_each_node(tmp_path: Path) -> 
 def test_what_the_user_sets_stays(tmp_path: Path, options: dict[str, Any], cores: str) -> None:
     (config,) = prepared_on(two_xeons(tmp_path), **options).configs
     assert cores_text(config.cores) == cores and config.settings.engines == 1
+
+
+def test_a_load_repeats_why_there_are_so_many_engines(tmp_path: Path) -> None:
+    machine = OnTree(two_xeons(tmp_path))
+    prepared = prepare(ModelOptions(source="fake"), machine)
+    registry = Registry(
+        ServerMetrics(), machine, lambda model: Supervisor(model.configs), RegistryLimits()
+    )
+    registry.add_prepared(prepared)
+    model = registry.models["fake"]
+    placement = asyncio.run(registry.loader._place(model, may_evict=False))
+    assert placement.reasons == prepared.placement.reasons
+    assert "one on each NUMA node" in placement.reasons[-1].text
 
 
 def test_an_engine_that_fits_on_no_node_is_spread_over_all(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from typing import Any, cast
@@ -70,6 +71,30 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
         engine._process.communicate()
 
     asyncio.run(scenario())
+
+
+def test_an_engine_runs_on_its_cores_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it allocates before it has read its configuration lies on their NUMA node too."""
+    own_cores = os.sched_getaffinity(0)
+    cores_at_start: list[str] = []
+
+    def start(*arguments: str, **options: Any) -> Any:
+        return start_python("-c", "import os; print(os.sched_getaffinity(0))", **options)
+
+    monkeypatch.setattr("crossover.serving.supervisor.engine_process.start_python", start)
+
+    async def scenario() -> None:
+        for cores in ((max(own_cores),), ()):
+            ended = asyncio.Event()
+            config = EngineConfig("fake", "", "m", cores=cores)
+            engine = EngineProcess(0, config, cores_at_start.append)
+            nobody: Any = lambda engine, message: None  # noqa: E731
+            await engine.start(nobody, nobody, lambda engine, ended=ended: ended.set())
+            await asyncio.wait_for(ended.wait(), 20)
+
+    asyncio.run(scenario())
+    assert cores_at_start == [str({max(own_cores)}), str(own_cores)]
+    assert os.sched_getaffinity(0) == own_cores
 
 
 @pytest.mark.parametrize("what", ["load", "step"])
