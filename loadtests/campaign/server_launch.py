@@ -37,7 +37,7 @@ from crossover.loadtests.load_generator.http_connection import connect, fetch, g
 from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
-from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.identify_model import ModelIdentity, identify, renamed
 from crossover.models.identity.resolve_model import find_files
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.hardware.cpu_topology import cores_text
@@ -264,9 +264,7 @@ def identity_now(cell: Cell) -> ModelIdentity | None:
     if identity is None or identity.spec is not None:
         return identity
     with contextlib.suppress(ModelError):
-        fetched = identify(identity.source)
-        spec = fetched.spec and msgspec.structs.replace(fetched.spec, name=identity.name)
-        return msgspec.structs.replace(fetched, name=identity.name, spec=spec)
+        return renamed(identify(identity.source), identity.name)
     return identity
 
 
