@@ -36,6 +36,7 @@ from crossover.serving.hardware.cpu_topology import (
     Arrangement,
     CoreSplit,
     arrangements,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
@@ -185,7 +186,7 @@ def _arrangements(campaign: Campaign) -> tuple[Arrangement, ...]:
     """Return how the engines of a cell may be spread over NUMA nodes: all ways, or as the campaign
     sets it."""
     if campaign.server.are_engines_open and campaign.server.cores is None:
-        return arrangements(allowed_cores(), quota=cgroup_cores())
+        return arrangements(read_topology(allowed_cores()), cgroup_cores())
     return (Arrangement(campaign.server.engines or 1),)
 
 

@@ -1,6 +1,6 @@
 """Which engines of a model have room on the NUMA nodes of a machine: one on each, or one. Pure.
 
-    splits = fitting_splits(request, facts, engine, arrangements(cores), split_of)
+    splits = fitting_splits(request, facts, engine, arrangements(topology), split_of)
     splits[0]         # where no step times are known
 
 fastest_backend.py compares the splits by step times. Where none are known, one engine on each node

@@ -39,6 +39,7 @@ from crossover.serving.hardware.cpu_topology import (
     EngineCores,
     arrangements,
     parse_cores,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.gpus import GpuFacts, render_nodes
@@ -193,7 +194,7 @@ class Host:
         """Return how the engines of a model may be spread over NUMA nodes: all ways, or as the user
         set it."""
         if model.are_engines_open and not model.cores and not self._api_cores:
-            return arrangements(self._allowed_cores, self.root, cgroup_cores())
+            return arrangements(read_topology(self._allowed_cores, self.root), cgroup_cores())
         return (Arrangement(model.engines or 1),)
 
     def split_of(self, model: ModelOptions) -> SplitOf:
