@@ -46,7 +46,7 @@ from crossover.serving.placement.node_splits import SplitOf, fitting_splits
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     max_slots,
-    with_context,
+    with_settings,
 )
 from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.server_options import Policy
@@ -249,7 +249,7 @@ def _request_with_context(cell: Cell, campaign: Campaign) -> PlacementRequest:
     wanted = Wanted(Policy.cpu_only, (cell.backend,))
     request = _placement_request(campaign, cell.model_identity, wanted, settings_of(cell, campaign))
     context_tokens = min(campaign.server.context_tokens, request.spec.context)
-    return with_context(request, context_tokens)
+    return with_settings(request, context_tokens=context_tokens)
 
 
 # The fastest engine.

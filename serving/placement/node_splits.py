@@ -17,7 +17,7 @@ from crossover.serving.placement.engines import Engine
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     consider,
-    with_engine_count,
+    with_settings,
 )
 
 # Divides the cores for an arrangement. The second argument is the predicted memory of all engines
@@ -40,7 +40,9 @@ def fitting_splits(
     """
     splits: list[CoreSplit] = []
     for arrangement in arrangements:
-        attempt = consider(with_engine_count(request, arrangement.engines), facts, engine).attempt
+        attempt = consider(
+            with_settings(request, engines=arrangement.engines), facts, engine
+        ).attempt
         if attempt is None:
             continue
         split = split_of(arrangement, attempt.need_bytes)

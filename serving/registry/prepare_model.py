@@ -59,9 +59,8 @@ from crossover.serving.placement.placement_policy import (
     narrowed,
     plan,
     runs_nowhere,
-    with_context,
     with_engine,
-    with_engine_count,
+    with_settings,
 )
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -274,19 +273,18 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
             )
     request, own_files = find_model(model, machine, facts)
     placement = machine.place(request, facts)
-    placed_request = with_context(request, placement.settings.context_tokens)
+    placed_request = with_settings(request, context_tokens=placement.settings.context_tokens)
     question = engine_question(model, placed_request, machine)
     if question is not None and placement.device == "gpu":
         request = with_measured_fallbacks(request, question, machine, facts)
         placement = machine.place(request, facts)
-    request = with_context(request, placement.settings.context_tokens)
+    request = with_settings(request, context_tokens=placement.settings.context_tokens)
     threads, arrangement = model.threads, Arrangement(model.engines or 1)
     if question is not None and placement.device == "cpu":
         choice = fastest_backend(question, facts, machine.say, machine.progress)
         threads, arrangement = choice.threads or model.threads, choice.split.arrangement
         request = with_engine(request, choice.backend, choice.weight_format)
-        request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
-        request = with_engine_count(request, arrangement.engines)
+        request = with_settings(request, slots=choice.slots, engines=arrangement.engines)
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
     elif placement.device == "cpu":
@@ -294,7 +292,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         ways, split_of = machine.arrangements(model), machine.split_of(model)
         arrangement = fitting_splits(request, facts, engine, ways, split_of)[0].arrangement
         if arrangement.engines > 1 and model.engines is None:
-            request = with_engine_count(request, arrangement.engines)
+            request = with_settings(request, engines=arrangement.engines)
             reasons = (*placement.reasons, Reason(None, why_one_on_each_node(arrangement.engines)))
             placement = machine.place(request, facts)
             placement = msgspec.structs.replace(placement, reasons=reasons)
@@ -391,7 +389,7 @@ def with_measured_fallbacks(
     settings = question.settings  # with a number of slots, so that none is chosen
     saved_only = msgspec.structs.replace(
         question,
-        request=with_context(question.request, settings.context_tokens, slots=settings.slots),
+        request=with_settings(question.request, slots=settings.slots),
         may_measure=False,
         are_threads_open=False,
         arrangements=(Arrangement(),),  # beside a GPU, one engine

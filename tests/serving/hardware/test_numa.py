@@ -37,7 +37,7 @@ from crossover.serving.hardware.numa import (
 )
 from crossover.serving.placement.engines import Engine
 from crossover.serving.placement.node_splits import fitting_splits
-from crossover.serving.placement.placement_policy import with_context
+from crossover.serving.placement.placement_policy import with_settings
 from tests.serving.hardware.machine_trees import (
     NODE_FREE_KIB,
     NODE_TOTAL_KIB,
@@ -175,7 +175,7 @@ def test_there_is_an_engine_on_each_node_if_it_fits_on_each(
     tmp_path: Path, free_gib: dict[int, int], expected: list[tuple[int, int]]
 ) -> None:
     tree = two_xeons(tmp_path, {node: gib * GIB // 1024 for node, gib in free_gib.items()})
-    request = with_context(placement_request(ladder_model("8b").spec), 2048)
+    request = with_settings(placement_request(ladder_model("8b").spec), context_tokens=2048)
     facts = machine(sum(free_gib.values()), allowed_cores=tree.cpus)
     q4 = Engine("llama_cpp", "Q4_0", "cpu")
 
