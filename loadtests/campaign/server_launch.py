@@ -25,7 +25,6 @@ from crossover.loadtests.campaign.cell_selection import (
     layout_of,
     placement_policy_of,
     settings_of,
-    slots_at_start,
     split_of,
 )
 from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
@@ -321,10 +320,10 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     options = {
         **server,
         **msgspec.structs.asdict(settings_of(cell, campaign)),
-        "slots": slots_at_start(cell, campaign),
+        "slots": cell.slots,
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
-        "policy": placement_policy_of(cell, campaign),
+        "policy": placement_policy_of(cell),
         "port": 0,
         "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),
