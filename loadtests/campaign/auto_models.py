@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 
 from crossover.loadtests.campaign.campaign_file import Campaign, Cell
-from crossover.loadtests.campaign.cell_selection import cpu_settings, fits_in_memory, question_of
+from crossover.loadtests.campaign.cell_selection import fits_in_memory, question_of
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.errors import BadCampaign
 from crossover.models import formatting
@@ -18,6 +18,7 @@ from crossover.models.identity.model_ladder import ladder_model
 from crossover.models.weights.weight_formats import weight_bytes
 from crossover.models.weights.weights_manifest import cache_dir
 from crossover.serving.backends.backend_table import DEFAULTS, format_of, missing_backends
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.capacity.simulated_capacity import Demand, ServerModel, SimulatedCapacity
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.hardware.machine_facts import HardwareFacts
@@ -137,7 +138,7 @@ def models_around_limit(
     `step_times`: of REFERENCE_MODEL. The steps of another model are predicted to take longer in
     proportion to the parameters that a token is multiplied with.
     """
-    settings, slo = cpu_settings(campaign.server), campaign.slo
+    settings, slo = campaign.server.filled(DEFAULT_SETTINGS["cpu"]), campaign.slo
     demand = Demand(campaign.workload)
     reference_parameters = ladder_model(REFERENCE_MODEL).spec.matrix_parameters
     servers: dict[str, ServerModel] = {}  # of the ladder models up to the limit

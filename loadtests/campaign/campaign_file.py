@@ -180,7 +180,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # the model's name: short, and unique in the run
     weight_format: str  # "": not known, or not chosen yet
     backend: str  # BEST until the fastest engine is chosen
-    slots: int | None = None
+    slots: int | None = None  # to start its server with; None: those that `serve` chooses
     cores: int | None = None  # of the engine, if server.cores is a list; None: as server.cores says
     url: str | None = None  # the endpoint, if the runner does not start a server
     engine: str = ""  # the name of one of the campaign's `engines`

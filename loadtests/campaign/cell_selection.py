@@ -15,7 +15,6 @@ import msgspec
 from crossover.loadtests.campaign.campaign_file import (
     Campaign,
     Cell,
-    ServerSettings,
     ThirdPartyEngine,
 )
 from crossover.loadtests.campaign.progress import Progress
@@ -29,13 +28,13 @@ from crossover.serving.backends.backend_table import BACKENDS, missing_backends
 from crossover.serving.capacity.scheduler_settings import (
     DEFAULT_SETTINGS,
     RequestedSettings,
-    SchedulerSettings,
 )
 from crossover.serving.errors import ServingError
 from crossover.serving.hardware.cpu_topology import (
     Arrangement,
     CoreSplit,
     arrangements,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
@@ -45,7 +44,7 @@ from crossover.serving.placement.node_splits import SplitOf, fitting_splits
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     max_slots,
-    with_context,
+    with_settings,
 )
 from crossover.serving.placement.placement_policy import plan as plan_placement
 from crossover.serving.server_options import Policy
@@ -65,7 +64,7 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     backend = BACKENDS.get(cell.backend)
     if cell.spec is None or backend is None or not backend.has_weights:
         return None
-    wanted = _only(placement_policy_of(cell, campaign), cell.backend, cell.weight_format)
+    wanted = _only(placement_policy_of(cell), cell.backend, cell.weight_format)
     settings = settings_of(cell, campaign)
     request = _placement_request(campaign, cell.model_identity, wanted, settings)
     return _why_not_placed(request, facts)
@@ -123,20 +122,16 @@ def _placement_request(
         wanted=wanted,
         settings=settings,
         weight_bytes=model.weight_bytes,
+        prefix_reuse=campaign.server.prefix_reuse,
         prompt_cache_bytes=campaign.server.prompt_cache_bytes,
         check_memory=campaign.server.check_memory,
     )
 
 
-def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
+def placement_policy_of(cell: Cell) -> Policy:
     """Return the policy that a cell's server is started with. It allows only the cell's device, if
     the campaign names one, so that no other device is measured in its name."""
     return Policy.auto if cell.device is None else POLICIES[cell.device]
-
-
-def cpu_settings(server: ServerSettings) -> SchedulerSettings:
-    """Return the scheduler settings on the CPU, with defaults for those that are not set."""
-    return server.filled(DEFAULT_SETTINGS["cpu"])
 
 
 def settings_of(cell: Cell, campaign: Campaign) -> RequestedSettings:
@@ -185,7 +180,7 @@ def _arrangements(campaign: Campaign) -> tuple[Arrangement, ...]:
     """Return how the engines of a cell may be spread over NUMA nodes: all ways, or as the campaign
     sets it."""
     if campaign.server.are_engines_open and campaign.server.cores is None:
-        return arrangements(allowed_cores(), quota=cgroup_cores())
+        return arrangements(read_topology(allowed_cores()), cgroup_cores())
     return (Arrangement(campaign.server.engines or 1),)
 
 
@@ -222,15 +217,7 @@ def with_engines(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> Cell:
 def are_slots_open(cell: Cell, campaign: Campaign) -> bool:
     """Return whether the slots of a cell are chosen: those of Crossover's own engines on the CPU,
     unless the campaign sets them. On a GPU they follow from the memory."""
-    is_own_engine = cell.url is None and not cell.engine and cell.device == "cpu"
-    return is_own_engine and campaign.server.slots is None
-
-
-def slots_at_start(cell: Cell, campaign: Campaign) -> int | None:
-    """Return the slots to start the server of a cell with; None: those that `serve` chooses."""
-    if are_slots_open(cell, campaign):
-        return cell.slots
-    return settings_of(cell, campaign).slots
+    return cell.device == "cpu" and campaign.server.slots is None
 
 
 def max_slots_of(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> int | None:
@@ -248,7 +235,7 @@ def _request_with_context(cell: Cell, campaign: Campaign) -> PlacementRequest:
     wanted = Wanted(Policy.cpu_only, (cell.backend,))
     request = _placement_request(campaign, cell.model_identity, wanted, settings_of(cell, campaign))
     context_tokens = min(campaign.server.context_tokens, request.spec.context)
-    return with_context(request, context_tokens)
+    return with_settings(request, context_tokens=context_tokens)
 
 
 # The fastest engine.

@@ -25,7 +25,6 @@ from crossover.loadtests.campaign.cell_selection import (
     layout_of,
     placement_policy_of,
     settings_of,
-    slots_at_start,
     split_of,
 )
 from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
@@ -37,7 +36,7 @@ from crossover.loadtests.load_generator.http_connection import connect, fetch, g
 from crossover.loadtests.load_generator.target import Target
 from crossover.loadtests.records.journal_events import CellReady, EngineInfo
 from crossover.models.errors import ModelError
-from crossover.models.identity.identify_model import ModelIdentity, identify
+from crossover.models.identity.identify_model import ModelIdentity, identify, renamed
 from crossover.models.identity.resolve_model import find_files
 from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from crossover.serving.hardware.cpu_topology import cores_text
@@ -264,9 +263,7 @@ def identity_now(cell: Cell) -> ModelIdentity | None:
     if identity is None or identity.spec is not None:
         return identity
     with contextlib.suppress(ModelError):
-        fetched = identify(identity.source)
-        spec = fetched.spec and msgspec.structs.replace(fetched.spec, name=identity.name)
-        return msgspec.structs.replace(fetched, name=identity.name, spec=spec)
+        return renamed(identify(identity.source), identity.name)
     return identity
 
 
@@ -323,10 +320,10 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     options = {
         **server,
         **msgspec.structs.asdict(settings_of(cell, campaign)),
-        "slots": slots_at_start(cell, campaign),
+        "slots": cell.slots,
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
-        "policy": placement_policy_of(cell, campaign),
+        "policy": placement_policy_of(cell),
         "port": 0,
         "sampling_defaults": "openai",  # requests say what they ask for
         "cores": cores_text(layout.engine),

@@ -6,6 +6,7 @@ divide_cores((0, 1, 2, 3), engine_cores=2)   # the engine on 0 and 1, the API on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from crossover.serving.hardware.cpu_topology import (
     SHARED_CORES,
     Arrangement,
     best_engine_cores,
-    physical_of,
+    read_topology,
 )
 
 
@@ -56,9 +57,10 @@ def divide_cores(
     Raises ValueError if the engine cannot have so many cores.
     """
     engines, nodes = arrangement
-    best_cores, _ = best_engine_cores(usable, root, engines=engines, nodes=nodes)
-    best = _physical_cores(best_cores, root)
-    physical = best + _physical_cores(tuple(set(usable) - set(best_cores)), root)
+    topology = read_topology(usable, root)
+    best_cores, _ = best_engine_cores(topology, engines=engines, nodes=nodes)
+    best = _grouped(best_cores, topology.physical)
+    physical = best + _grouped(set(usable) - set(best_cores), topology.physical)
     other_cores = 2 if len(physical) >= 4 else 1  # for API and client
     max_exclusive = max(1, len(physical) - other_cores)
     max_engine = len(physical) if len(usable) <= SHARED_CORES else max_exclusive
@@ -76,9 +78,9 @@ def divide_cores(
     return Layout(engine, physical[-other_cores], physical[-1], threads, warnings)
 
 
-def _physical_cores(usable: tuple[int, ...], root: Path) -> list[tuple[int, ...]]:
-    """Return the usable logical cores, grouped by the physical core that they belong to."""
+def _grouped(cores: Iterable[int], physical: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return the logical cores, grouped by the physical core that they belong to."""
     groups: dict[int, list[int]] = {}
-    for core, physical in physical_of(sorted(usable), root).items():
-        groups.setdefault(physical, []).append(core)
+    for core in sorted(cores):
+        groups.setdefault(physical[core], []).append(core)
     return [tuple(group) for group in groups.values()]

@@ -133,12 +133,17 @@ def _identity(name: str, fetch: bool, may_be_path: bool) -> ModelIdentity:
     if local is None:
         return _of_hub(name, fetch)
     path, short_name = local
-    source = name if path == packaged_file(name) else str(path)
+    return identify_files(path, short_name, name if path == packaged_file(name) else str(path))
+
+
+def identify_files(path: Path, name: str, source: str) -> ModelIdentity:
+    """Return what the GGUF file or folder at a path is, under this name. Raises UnsupportedModel,
+    BrokenWeights."""
     if is_gguf(path):
-        return _of_gguf(path, short_name, source)
+        return _of_gguf(path, name, source)
     if not path.is_dir():
         raise UnsupportedModel(f"{str(path)!r} is neither a GGUF file nor a folder")
-    return _of_folder(path, short_name, source)
+    return _of_folder(path, name, source)
 
 
 def find_local(name: str) -> tuple[Path, str] | None:
@@ -179,7 +184,7 @@ def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
             number += 1
             name = f"{identity.name}-{number}"
         source_of_name[name.lower()] = identity.source
-        by_source.setdefault(identity.source, _renamed(identity, name))
+        by_source.setdefault(identity.source, renamed(identity, name))
     return list(by_source.values())
 
 
@@ -229,7 +234,8 @@ def _short_name(path: Path, is_file: bool) -> str:
     return f"{name}-file" if is_file else f"{name}-folder"
 
 
-def _renamed(identity: ModelIdentity, name: str) -> ModelIdentity:
+def renamed(identity: ModelIdentity, name: str) -> ModelIdentity:
+    """Return the model under another name."""
     spec = None if identity.spec is None else msgspec.structs.replace(identity.spec, name=name)
     return msgspec.structs.replace(identity, name=name, spec=spec)
 

@@ -40,6 +40,7 @@ from crossover.models.identity.identify_model import (
     ModelIdentity,
     cannot_fetch,
     identify,
+    identify_files,
     unknown_model,
 )
 from crossover.models.identity.model_ladder import (
@@ -146,9 +147,7 @@ def _found(
         path = packaged
     elif not path.is_absolute():  # of the hub
         path = _downloaded(model.source, progress)
-        fetched = identify(str(path))
-        spec = fetched.spec and msgspec.structs.replace(fetched.spec, name=model.name)
-        model = msgspec.structs.replace(fetched, name=model.name, spec=spec)
+        model = identify_files(path, model.name, model.source)
     if model.kind == "gguf":
         return _gguf(path, model.name, kind, requested_format)
     return _folder(path, model, kind, requested_format, cache, progress)

@@ -35,11 +35,12 @@ from crossover.serving.hardware.cpu_topology import (
     best_engine_cores,
     cores_text,
     physical_of,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.gpus import render_nodes
 from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from crossover.serving.hardware.numa import nodes_of, numa_nodes
+from crossover.serving.hardware.numa import numa_nodes
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -100,9 +101,9 @@ def examine() -> Diagnosis:
 def cpus_to_measure(facts: HardwareFacts, root: Path = ROOT) -> list[int]:
     """Return as many CPUs as the quota lets run at the same time: on several NUMA nodes those of
     the node that an engine would use, since an engine reads the memory of one node."""
-    cpus = facts.allowed_cores
-    if len(nodes_of(cpus, numa_nodes(root))) > 1:
-        cpus, _ = best_engine_cores(cpus, root)
+    cpus, topology = facts.allowed_cores, read_topology(facts.allowed_cores, root)
+    if len(topology.own_nodes) > 1:
+        cpus, _ = best_engine_cores(topology)
     return spread_over_cores(cpus, whole_cores(len(cpus), facts.cgroup_cores), root)
 
 
@@ -319,7 +320,7 @@ def machine_rows(facts: HardwareFacts, root: Path = ROOT) -> Iterator[tuple[str,
     yield "cores", f"{cores}; this process may use {cores_text(allowed)}{quota_text}"
     if nodes_text := numa_text(root):
         yield "NUMA", nodes_text
-    engines = arrangements(allowed, root, quota)[0].engines
+    engines = arrangements(read_topology(allowed, root), quota)[0].engines
     note = split_cores(allowed, root=root, quota=quota, engines=engines).note
     exceptions_text = ""
     if engines > 1:

@@ -48,8 +48,8 @@ from crossover.serving.placement.placement_policy import (
     explain,
     plan,
     runs_nowhere,
-    with_context,
     with_engine,
+    with_settings,
 )
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
@@ -209,7 +209,7 @@ def _plan_lines(
     for each, engine in usable:
         unlimited = msgspec.structs.replace(each, check_memory=False)
         context = min(model.spec.context, settings.context_tokens or model.spec.context)
-        attempt = consider(with_context(unlimited, context), facts, engine).attempt
+        attempt = consider(with_settings(unlimited, context_tokens=context), facts, engine).attempt
         if attempt is not None:
             yield f"  {_memory_line(attempt)}"
     request = requests[0] if len(formats) == 1 else request

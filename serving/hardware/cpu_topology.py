@@ -13,7 +13,7 @@ several nodes, further engines (`arrangements`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import msgspec
 
 from crossover.models.machine_limits import ROOT, read_text, whole_cores
 from crossover.serving.errors import ServingError
-from crossover.serving.hardware.numa import nodes_of, numa_nodes, parse_cpu_list
+from crossover.serving.hardware.numa import NumaNode, nodes_of, numa_nodes, parse_cpu_list
 
 SHARED_CORES = 8  # up to this many cores, engine and HTTP share all of them by default
 SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's scheduling weight
@@ -32,6 +32,20 @@ class Arrangement(NamedTuple):
 
     engines: int = 1
     nodes: int | None = None  # that they run on together; None: one for each engine
+
+
+class Topology(NamedTuple):
+    """The logical cores that a process may use, as the kernel reports them at one time."""
+
+    allowed: tuple[int, ...]
+    nodes: tuple[NumaNode, ...]  # of the machine; (): the kernel reports none
+    physical: dict[int, int]  # by allowed core: the lowest logical core on its physical core
+    capacities: dict[int, int]  # by allowed core: its speed; {}: the kernel does not report it
+
+    @property
+    def own_nodes(self) -> tuple[NumaNode, ...]:
+        """Return the nodes that have some of the allowed cores."""
+        return nodes_of(self.allowed, self.nodes)
 
 
 class EngineCores(msgspec.Struct, frozen=True):
@@ -68,6 +82,18 @@ class CoreSplit(msgspec.Struct, frozen=True):
         return Arrangement(len(self.engines), len(self.memory_nodes) or None)
 
 
+def read_topology(allowed: tuple[int, ...], root: Path = ROOT) -> Topology:
+    """Return what the kernel reports about the allowed cores now."""
+    capacities: dict[int, int] = {}
+    for core in allowed:
+        text = read_text(root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity").strip()
+        if not text.isdigit():
+            capacities = {}
+            break
+        capacities[core] = int(text)
+    return Topology(allowed, numa_nodes(root), physical_of(allowed, root), capacities)
+
+
 def split_cores(
     allowed: tuple[int, ...],
     engine: tuple[int, ...] = (),
@@ -99,7 +125,8 @@ def split_cores(
                 f"Allowed cores: {cores_text(allowed)}."
             )
     options = "--cores and --api-cores change this"
-    best_cores, why_best = best_engine_cores(allowed, root, memory_bytes, engines, nodes)
+    topology = read_topology(allowed, root)
+    best_cores, why_best = best_engine_cores(topology, memory_bytes, engines, nodes)
     if engine or api:
         # If only one of them is set, the other gets the remaining cores, or all if none remain.
         remaining = tuple(core for core in allowed if core not in (engine or api)) or allowed
@@ -110,19 +137,22 @@ def split_cores(
         api = tuple(core for core in allowed if core not in best_cores)
         why = f"{why_best}; {options}"
     elif len(allowed) > SHARED_CORES:
-        siblings = physical_of(allowed, root)
+        siblings = topology.physical
         api = tuple(core for core in allowed if siblings[core] == siblings[allowed[-1]])
         engine = tuple(core for core in allowed if core not in api)
         why = f"one core is kept for HTTP; {options}"
     else:
         engine = api = allowed
         why = f"shared, HTTP has priority; {options}"
-    parts = divide_among(engines, engine, root, quota)
+    parts = _divide_among(engines, engine, topology, quota)
+    places = [nodes_of(part, topology.nodes) for part in parts]
     shares = tuple(
-        EngineCores(part, _memory_nodes(part, root, memory_bytes // engines * neighbors))
-        for part, neighbors in _with_neighbors(parts, root)
+        EngineCores(
+            part, _memory_nodes(place, topology, memory_bytes // engines * places.count(place))
+        )
+        for part, place in zip(parts, places, strict=True)
     )
-    physical_cores = len(set(physical_of(parts[0], root).values()))
+    physical_cores = len({topology.physical[core] for core in parts[0]})
     own_quota = None if quota is None else quota / engines
     count = threads or whole_cores(physical_cores, own_quota)
     with_threads = threads_text(count)
@@ -142,8 +172,8 @@ def split_cores(
     return CoreSplit(shares, api, count, nice, note)
 
 
-def divide_among(
-    engines: int, cores: tuple[int, ...], root: Path = ROOT, quota: float | None = None
+def _divide_among(
+    engines: int, cores: tuple[int, ...], topology: Topology, quota: float | None
 ) -> tuple[tuple[int, ...], ...]:
     """Return the cores of each of these engines: equally many physical cores, all on one NUMA node
     if there are at least as many engines as nodes. No core is in two engines, and cores that remain
@@ -154,7 +184,7 @@ def divide_among(
     if engines == 1:
         return (cores,)
     groups = [cores]
-    places = _places(cores, root)
+    places = _places(nodes_of(cores, topology.nodes))
     if 1 < len(places) <= engines:
         groups = [tuple(core for core in cores if core in place.cpus) for place in places]
     if engines % len(groups):
@@ -167,8 +197,8 @@ def divide_among(
     groups_by_physical: list[list[list[int]]] = []
     for group in groups:
         by_physical: dict[int, list[int]] = {}
-        for core, physical in physical_of(group, root).items():
-            by_physical.setdefault(physical, []).append(core)
+        for core in group:
+            by_physical.setdefault(topology.physical[core], []).append(core)
         groups_by_physical.append(list(by_physical.values()))
     count = min(map(len, groups_by_physical)) // engines_of_group
     if not count or (quota is not None and quota < engines):
@@ -186,37 +216,30 @@ def divide_among(
     return tuple(parts)
 
 
-def arrangements(
-    allowed: tuple[int, ...], root: Path = ROOT, quota: float | None = None
-) -> tuple[Arrangement, ...]:
-    """Return how the engines of a model may be spread over the NUMA nodes of these cores: one on
-    each node, one on one node, and one on all nodes.
+def arrangements(topology: Topology, quota: float | None = None) -> tuple[Arrangement, ...]:
+    """Return how the engines of a model may be spread over the NUMA nodes of the allowed cores: one
+    on each node, one on one node, and one on all nodes.
 
     On one node there is one engine; so it is with a CPU quota below all cores, which several
     engines would have to divide, and where nodes share cores, as emulated ones do. There is one on
     each node only if the nodes have equally many cores, since engines get equal shares, all equally
     fast, and if cores remain on each beside HTTP.
     """
-    nodes = nodes_of(allowed, numa_nodes(root))
-    physical = physical_of(allowed, root)
-    are_apart = len(_places(allowed, root)) == len(nodes)
+    allowed, physical, nodes = topology.allowed, topology.physical, topology.own_nodes
+    are_apart = len(_places(nodes)) == len(nodes)
     has_low_quota = quota is not None and quota < len(set(physical.values()))
     if len(nodes) < 2 or not are_apart or has_low_quota:
         return (Arrangement(),)
     sizes = {len({physical[cpu] for cpu in node.cpus if cpu in physical}) for node in nodes}
     single = Arrangement(), Arrangement(1, len(nodes))
-    are_alike = len(sizes) == 1 and _fast_cores(allowed, root) == allowed
+    are_alike = len(sizes) == 1 and _fast_cores(allowed, topology) == allowed
     if not are_alike or (len(allowed) > SHARED_CORES and min(sizes) <= 2):
         return single
     return Arrangement(len(nodes)), *single
 
 
 def best_engine_cores(
-    allowed: tuple[int, ...],
-    root: Path = ROOT,
-    memory_bytes: int = 0,
-    engines: int = 1,
-    nodes: int | None = None,
+    topology: Topology, memory_bytes: int = 0, engines: int = 1, nodes: int | None = None
 ) -> tuple[tuple[int, ...], str]:
     """Return the cores on which the engines of a model run best, and the reason if these are not
     all.
@@ -226,8 +249,8 @@ def best_engine_cores(
     the ones with the most free memory. Of cores with different speeds, they are those that compute
     most together, since each operator waits for the slowest of them.
     """
+    allowed, places = topology.allowed, _places(topology.own_nodes)
     cores, why = allowed, ""
-    places = _places(allowed, root)
     count = len(places)
     needed = min(nodes or engines, count)
     fitting = [place for place in places if memory_bytes <= place.free_bytes * needed]
@@ -238,11 +261,11 @@ def best_engine_cores(
         best = {cpu for place in fitting[:needed] for cpu in place.cpus}
         cores = tuple(core for core in allowed if core in best)
         why = f"one NUMA node of {count}, since the weights lie on one"
-        if Arrangement(count) in arrangements(allowed, root):
+        if Arrangement(count) in arrangements(topology):
             why += f"; --engines {count} uses all"
         if needed > 1:
             why = f"{needed} NUMA nodes of {count}, one for each engine"
-    fast_cores = _fast_cores(cores, root)
+    fast_cores = _fast_cores(cores, topology)
     if fast_cores != cores:
         reason = "the faster cores, since each operator waits for the slowest"
         return fast_cores, f"{why}; {reason}" if why else reason
@@ -256,10 +279,10 @@ class _Place(NamedTuple):
     free_bytes: int
 
 
-def _places(cores: Collection[int], root: Path) -> list[_Place]:
-    """Return the places of these cores, by their first CPU. No two share a CPU."""
+def _places(nodes: Iterable[NumaNode]) -> list[_Place]:
+    """Return the places of these nodes, by their first CPU. No two share a CPU."""
     places: list[_Place] = []
-    for node in nodes_of(cores, numa_nodes(root)):
+    for node in nodes:
         merged, apart = _Place(frozenset(node.cpus), node.free_bytes), []
         for place in places:
             if place.cpus.isdisjoint(merged.cpus):
@@ -270,46 +293,34 @@ def _places(cores: Collection[int], root: Path) -> list[_Place]:
     return sorted(places, key=lambda place: min(place.cpus))
 
 
-def _fast_cores(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
+def _fast_cores(cores: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
     """Return the cores that compute most together if all of them wait for the slowest; all cores
     where the kernel does not report their capacity."""
-    capacities: dict[int, int] = {}
-    for core in cores:
-        text = read_text(root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity").strip()
-        if not text.isdigit():
-            return cores
-        capacities[core] = int(text)
+    capacities = topology.capacities
+    if not capacities:
+        return cores
 
     def cores_from(capacity: int) -> tuple[int, ...]:
         return tuple(core for core in cores if capacities[core] >= capacity)
 
     # Of equal ones the fewer cores.
     best = max(
-        sorted(set(capacities.values()), reverse=True),
+        sorted({capacities[core] for core in cores}, reverse=True),
         key=lambda capacity: capacity * len(cores_from(capacity)),
         default=0,
     )
     return cores_from(best)
 
 
-def _with_neighbors(
-    parts: Sequence[tuple[int, ...]], root: Path
-) -> list[tuple[tuple[int, ...], int]]:
-    """Return the cores of each engine with the number of engines on the same NUMA nodes."""
-    nodes = numa_nodes(root)
-    places = [nodes_of(part, nodes) for part in parts]
-    return [(part, places.count(place)) for part, place in zip(parts, places, strict=True)]
-
-
-def _memory_nodes(engine: tuple[int, ...], root: Path, memory_bytes: int) -> tuple[int, ...]:
+def _memory_nodes(
+    own_nodes: tuple[NumaNode, ...], topology: Topology, memory_bytes: int
+) -> tuple[int, ...]:
     """Return the NUMA nodes for an engine's memory: those of its cores, or all if the memory of the
     engines there does not fit; (): there is only one node."""
-    nodes = numa_nodes(root)
-    if len(nodes) < 2:
+    if len(topology.nodes) < 2:
         return ()
-    own_nodes = nodes_of(engine, nodes)
     fits = memory_bytes <= sum(node.free_bytes for node in own_nodes)
-    return tuple(node.number for node in (own_nodes if fits else nodes))
+    return tuple(node.number for node in (own_nodes if fits else topology.nodes))
 
 
 def _memory_text(memory_nodes: tuple[int, ...]) -> str:

@@ -88,7 +88,7 @@ from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     consider,
     max_slots,
-    with_engine_count,
+    with_settings,
 )
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
@@ -289,7 +289,7 @@ def _slots_of(
 ) -> SlotsChoice:
     """Return the number of slots with which the engine has the highest capacity."""
     server = question.server(engine, times)
-    request = with_engine_count(question.request, server.settings.engines)
+    request = with_settings(question.request, engines=server.settings.engines)
     on_cpu = Engine(engine.backend, engine.weight_format, "cpu")
     return best_slots(
         server.simulated(Demand(question.workload), CHOICE_REQUESTS),
@@ -417,9 +417,9 @@ def known_times(
     If the question forbids measuring this engine, any saved times are returned, or None if there
     are none. Raises CrossoverError if measuring fails.
     """
-    cache = question.cache
+    cache, key = question.cache, question.key(engine)
     started = time.monotonic()
-    saved = read_table(cache, facts).get(question.key(engine))
+    saved = read_table(cache, facts).get(key)
     is_undisturbed = saved is not None and saved.taken_share <= MAX_TAKEN_SHARE
     if is_undisturbed or not question.may_measure_engine(engine):
         return saved
@@ -449,7 +449,7 @@ def known_times(
     elapsed = duration(time.monotonic() - started)
     outcome = f"saved in {table_path(cache)}"
     try:
-        save_times(cache, facts, question.key(engine), times)
+        save_times(cache, facts, key, times)
     except OSError as problem:  # such as a cache on a read-only disk
         outcome = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
     if times.taken_share > MAX_TAKEN_SHARE:

@@ -1,6 +1,6 @@
 """Which engines of a model have room on the NUMA nodes of a machine: one on each, or one. Pure.
 
-    splits = fitting_splits(request, facts, engine, arrangements(cores), split_of)
+    splits = fitting_splits(request, facts, engine, arrangements(topology), split_of)
     splits[0]         # where no step times are known
 
 fastest_backend.py compares the splits by step times. Where none are known, one engine on each node
@@ -17,7 +17,7 @@ from crossover.serving.placement.engines import Engine
 from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     consider,
-    with_engine_count,
+    with_settings,
 )
 
 # Divides the cores for an arrangement. The second argument is the predicted memory of all engines
@@ -40,7 +40,9 @@ def fitting_splits(
     """
     splits: list[CoreSplit] = []
     for arrangement in arrangements:
-        attempt = consider(with_engine_count(request, arrangement.engines), facts, engine).attempt
+        attempt = consider(
+            with_settings(request, engines=arrangement.engines), facts, engine
+        ).attempt
         if attempt is None:
             continue
         split = split_of(arrangement, attempt.need_bytes)

@@ -168,7 +168,7 @@ def plan(
             f"kv_tokens = {settings.kv_tokens} is too small for one sequence of context_tokens = "
             f"{context}. Raise kv_tokens or lower context_tokens."
         )
-    considered = _consider_all(with_context(request, context), facts, candidates)
+    considered = _consider_all(with_settings(request, context_tokens=context), facts, candidates)
     attempts = [each.attempt for each in considered if each.attempt is not None]
     # A reason may hold for several engines: it is given once.
     reasons = list(dict.fromkeys(each.reason for each in considered if each.reason is not None))
@@ -226,7 +226,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, candidates: Sequen
     shortest = min(model_context, MIN_CONTEXT)
     # A GPU's default number of slots follows from the context, so the CPU's default is used here.
     slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
-    shortest_request = with_context(request, shortest, slots=slots)
+    shortest_request = with_settings(request, context_tokens=shortest, slots=slots)
     # The last resort must not shorten the context.
     usable = [
         considered.engine
@@ -238,7 +238,8 @@ def _context(request: PlacementRequest, facts: HardwareFacts, candidates: Sequen
     def fits(context: int) -> bool:
         """Return whether this context fits on every engine."""
         for engine in usable:
-            attempt = predict(with_context(request, context, slots=slots), facts, engine)
+            wanted = with_settings(request, context_tokens=context, slots=slots)
+            attempt = predict(wanted, facts, engine)
             if attempt.free_bytes is None:
                 continue
             # With the context.
@@ -262,21 +263,22 @@ def _context(request: PlacementRequest, facts: HardwareFacts, candidates: Sequen
     return max(shortest, low * 1024)
 
 
-def with_context(
-    request: PlacementRequest, context_tokens: int, *, slots: int | None = None
+def with_settings(
+    request: PlacementRequest,
+    *,
+    context_tokens: int | None = None,
+    slots: int | None = None,
+    engines: int | None = None,
 ) -> PlacementRequest:
-    """Return the request with this context and, if given, this number of slots."""
+    """Return the request with this context, number of slots of an engine, and number of engines
+    that serve from one queue. None: as it was requested."""
+    requested = request.settings
     settings = msgspec.structs.replace(
-        request.settings,
-        context_tokens=context_tokens,
-        slots=slots or request.settings.slots,
+        requested,
+        context_tokens=context_tokens or requested.context_tokens,
+        slots=slots or requested.slots,
+        engines=engines or requested.engines,
     )
-    return msgspec.structs.replace(request, settings=settings)
-
-
-def with_engine_count(request: PlacementRequest, engines: int) -> PlacementRequest:
-    """Return the request for so many engines that serve from one queue."""
-    settings = msgspec.structs.replace(request.settings, engines=engines)
     return msgspec.structs.replace(request, settings=settings)
 
 
@@ -468,11 +470,10 @@ def max_slots(request: PlacementRequest, facts: HardwareFacts, engine: Engine) -
     not known.
     """
     default_slots = DEFAULT_SETTINGS["cpu"].slots
-    context_tokens = request.settings.context_tokens
-    assert context_tokens is not None
+    assert request.settings.context_tokens is not None
 
     def fits(slots: int) -> bool:
-        attempt = predict(with_context(request, context_tokens, slots=slots), facts, engine)
+        attempt = predict(with_settings(request, slots=slots), facts, engine)
         if attempt.free_bytes is None:
             return False
         memory = attempt.memory

@@ -39,6 +39,7 @@ from crossover.serving.hardware.cpu_topology import (
     EngineCores,
     arrangements,
     parse_cores,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.gpus import GpuFacts, render_nodes
@@ -58,9 +59,8 @@ from crossover.serving.placement.placement_policy import (
     narrowed,
     plan,
     runs_nowhere,
-    with_context,
     with_engine,
-    with_engine_count,
+    with_settings,
 )
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
@@ -195,7 +195,7 @@ class Host:
         """Return how the engines of a model may be spread over NUMA nodes: all ways, or as the user
         set it."""
         if model.are_engines_open and not model.cores and not self._api_cores:
-            return arrangements(self._allowed_cores, self.root, cgroup_cores())
+            return arrangements(read_topology(self._allowed_cores, self.root), cgroup_cores())
         return (Arrangement(model.engines or 1),)
 
     def split_of(self, model: ModelOptions) -> SplitOf:
@@ -275,20 +275,19 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
             )
     request, own_files = find_model(model, machine, facts)
     placement = machine.place(request, facts)
-    placed_request = with_context(request, placement.settings.context_tokens)
+    placed_request = with_settings(request, context_tokens=placement.settings.context_tokens)
     question = engine_question(model, placed_request, machine)
     if question is not None and placement.device == "gpu":
         request = with_measured_fallbacks(request, question, machine, facts)
         placement = machine.place(request, facts)
-    request = with_context(request, placement.settings.context_tokens)
+    request = with_settings(request, context_tokens=placement.settings.context_tokens)
     threads, arrangement = model.threads, Arrangement(model.engines or 1)
     reasons: list[Reason] = []
     if question is not None and placement.device == "cpu":
         choice = fastest_backend(question, facts, machine.say, machine.progress)
         threads, arrangement = choice.threads or model.threads, choice.split.arrangement
         request = with_engine(request, choice.backend, choice.weight_format)
-        request = with_context(request, placement.settings.context_tokens, slots=choice.slots)
-        request = with_engine_count(request, arrangement.engines)
+        request = with_settings(request, slots=choice.slots, engines=arrangement.engines)
         placement = machine.place(request, facts)
         reasons.append(Reason(None, choice.reason))
     elif placement.device == "cpu":
@@ -296,7 +295,7 @@ def prepare(model: ModelOptions, machine: Host, facts: HardwareFacts | None = No
         ways, split_of = machine.arrangements(model), machine.split_of(model)
         arrangement = fitting_splits(request, facts, engine, ways, split_of)[0].arrangement
         if arrangement.engines > 1 and model.engines is None:
-            request = with_engine_count(request, arrangement.engines)
+            request = with_settings(request, engines=arrangement.engines)
             placement = machine.place(request, facts)
             reasons.append(Reason(None, why_one_on_each_node(arrangement.engines)))
     placement_reasons = placement.reasons
@@ -395,7 +394,7 @@ def with_measured_fallbacks(
     settings = question.settings  # with a number of slots, so that none is chosen
     saved_only = msgspec.structs.replace(
         question,
-        request=with_context(question.request, settings.context_tokens, slots=settings.slots),
+        request=with_settings(question.request, slots=settings.slots),
         may_measure=False,
         are_threads_open=False,
         arrangements=(Arrangement(),),  # beside a GPU, one engine

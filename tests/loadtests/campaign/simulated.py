@@ -24,7 +24,7 @@ import pytest
 
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
-from crossover.loadtests.campaign.cell_selection import are_slots_open, slots_at_start
+from crossover.loadtests.campaign.cell_selection import are_slots_open
 from crossover.loadtests.campaign.cells_on_machine import on_this_machine
 from crossover.loadtests.campaign.level_runner import ServerBench, judge_level
 from crossover.loadtests.campaign.progress import Progress
@@ -185,7 +185,7 @@ class Simulated:
         """The slots of a cell's server; None: the campaign does not choose."""
         if not are_slots_open(state.cell, state.campaign):
             return None
-        return slots_at_start(state.cell, state.campaign) or self.default_slots
+        return state.cell.slots or self.default_slots
 
     def server(self, seed: int, start: int = 1, slots: int | None = None) -> Serves:
         if self.serving is not None:

@@ -98,7 +98,7 @@ def test_each_model_is_measured_on_each_device_by_its_engines(
     for cell in plan.cells:
         last = cell.key.rpartition("-")[2]
         assert cell.device in ({last} if last in ("cpu", "gpu") else {"cpu", "gpu"})
-        policy = placement_policy_of(cell, plan.campaign)
+        policy = placement_policy_of(cell)
         assert policy == f"{cell.device}-only", "the device measured is the one named"
     assert plan.campaign.devices == list(dict.fromkeys(cell.device for cell in plan.cells))
 
@@ -201,7 +201,7 @@ def test_a_run_without_devices_takes_them_from_its_engines() -> None:
     )
     plan = parse_campaign(TWO)
     assert CellRecord([ready], plan.campaign, old).device == "gpu"
-    assert placement_policy_of(old, plan.campaign) == "auto"
+    assert placement_policy_of(old) == "auto"
 
 
 def test_a_server_is_started_on_its_device_with_that_devices_settings(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from crossover.serving.hardware.cpu_topology import (
     arrangements,
     cores_text,
     physical_of,
+    read_topology,
     split_cores,
 )
 from crossover.serving.hardware.numa import (
@@ -36,7 +37,7 @@ from crossover.serving.hardware.numa import (
 )
 from crossover.serving.placement.engines import Engine
 from crossover.serving.placement.node_splits import fitting_splits
-from crossover.serving.placement.placement_policy import with_context
+from crossover.serving.placement.placement_policy import with_settings
 from tests.serving.hardware.machine_trees import (
     NODE_FREE_KIB,
     NODE_TOTAL_KIB,
@@ -138,22 +139,30 @@ ONE_NODE, ALL_NODES = Arrangement(), Arrangement(1, 2)
 
 def test_engines_may_be_spread_over_nodes_that_are_alike(tmp_path: Path) -> None:
     cpus = two_xeons(tmp_path).cpus
-    assert arrangements(cpus, tmp_path) == (Arrangement(2), ONE_NODE, ALL_NODES)
-    assert arrangements(cpus, tmp_path, quota=64.0) == (Arrangement(2), ONE_NODE, ALL_NODES)
-    assert arrangements(cpus, tmp_path, quota=40.0) == (ONE_NODE,), "they would divide it"
+    assert arrangements(read_topology(cpus, tmp_path)) == (Arrangement(2), ONE_NODE, ALL_NODES)
+    assert arrangements(read_topology(cpus, tmp_path), quota=64.0) == (
+        Arrangement(2),
+        ONE_NODE,
+        ALL_NODES,
+    )
+    assert arrangements(read_topology(cpus, tmp_path), quota=40.0) == (ONE_NODE,), (
+        "they would divide it"
+    )
     uneven = tuple(cpu for cpu in cpus if cpu % 64 < 60)
-    assert arrangements(uneven, tmp_path) == (ONE_NODE, ALL_NODES)
-    assert arrangements((0, 1, 32, 33), tmp_path)[0] == Arrangement(2)
+    assert arrangements(read_topology(uneven, tmp_path)) == (ONE_NODE, ALL_NODES)
+    assert arrangements(read_topology((0, 1, 32, 33), tmp_path))[0] == Arrangement(2)
     two_each = (0, 1, 32, 33, 64, 65, 96, 97, 2, 34)  # with hyperthreads: no core for HTTP
-    assert arrangements(two_each, tmp_path)[0] == Arrangement(2)
+    assert arrangements(read_topology(two_each, tmp_path))[0] == Arrangement(2)
     four = epyc_with_four_nodes(tmp_path / "epyc")
-    assert arrangements(four.cpus, tmp_path / "epyc")[0] == Arrangement(4)
+    assert arrangements(read_topology(four.cpus, tmp_path / "epyc"))[0] == Arrangement(4)
     few = tuple(cpu for node in range(4) for cpu in four.nodes[node][:2])
     with_siblings = (*few, *(cpu + 64 for cpu in few))
-    assert arrangements(with_siblings, tmp_path / "epyc")[0] == ONE_NODE, "HTTP needs one"
+    assert arrangements(read_topology(with_siblings, tmp_path / "epyc"))[0] == ONE_NODE, (
+        "HTTP needs one"
+    )
     for make in (graviton, grace, xeon_with_hyperthreads):
         tree = make(tmp_path / make.__name__)
-        assert arrangements(tree.cpus, tree.root) == (ONE_NODE,)
+        assert arrangements(read_topology(tree.cpus, tree.root)) == (ONE_NODE,)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_there_is_an_engine_on_each_node_if_it_fits_on_each(
     tmp_path: Path, free_gib: dict[int, int], expected: list[tuple[int, int]]
 ) -> None:
     tree = two_xeons(tmp_path, {node: gib * GIB // 1024 for node, gib in free_gib.items()})
-    request = with_context(placement_request(ladder_model("8b").spec), 2048)
+    request = with_settings(placement_request(ladder_model("8b").spec), context_tokens=2048)
     facts = machine(sum(free_gib.values()), allowed_cores=tree.cpus)
     q4 = Engine("llama_cpp", "Q4_0", "cpu")
 
@@ -176,7 +185,7 @@ def test_there_is_an_engine_on_each_node_if_it_fits_on_each(
         splits = fitting_splits(request, facts, q4, ways, split_of_tree(tree.cpus, tmp_path))
         return [split.arrangement for split in splits]
 
-    assert arrangements_of(arrangements(tree.cpus, tmp_path)) == expected
+    assert arrangements_of(arrangements(read_topology(tree.cpus, tmp_path))) == expected
     # What the user sets is done, wherever its memory lies.
     asked = arrangements_of((Arrangement(2),))
     assert [engines for engines, _ in asked] == ([2] if sum(free_gib.values()) > 20 else [])
@@ -213,7 +222,7 @@ def test_engines_share_no_core_where_nodes_do(tmp_path: Path) -> None:
     assert cores_of(4) == ["0-3", "4-7", "8-11", "12-15"]
     best = split_cores(cpus, root=tmp_path, memory_bytes=8 * GIB)
     assert cores_text(best.engine) == "0-7" and best.memory_nodes == (0, 2)
-    assert arrangements(cpus, tmp_path) == (ONE_NODE,)
+    assert arrangements(read_topology(cpus, tmp_path)) == (ONE_NODE,)
     one_socket = split_cores(tuple(first), root=tmp_path, engines=2)
     assert [cores_text(engine.cores) for engine in one_socket.engines] == ["0-3", "4-7"]
 

@@ -18,7 +18,7 @@ from crossover.serving.backends.backend_interface import BackendInfo, EngineConf
 from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.errors import ServingError
-from crossover.serving.hardware.cpu_topology import Arrangement, arrangements
+from crossover.serving.hardware.cpu_topology import Arrangement, arrangements, read_topology
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement import fastest_backend as fastest_backend_module
 from crossover.serving.placement.engine_times import (
@@ -214,7 +214,7 @@ def test_step_times_decide_between_an_engine_on_each_node_and_one_on_all(
     question = msgspec.structs.replace(
         make_question(tmp_path),
         split_of=split_of_tree(tree.cpus, tmp_path),
-        arrangements=arrangements(tree.cpus, tmp_path),
+        arrangements=arrangements(read_topology(tree.cpus, tmp_path)),
         slo=SLO_PRESETS[slo],
     )
     for arrangement, seconds in zip(((2, 2), (1, 2)), (one_node, all_nodes), strict=True):

@@ -18,7 +18,7 @@ from crossover.serving.placement.fastest_backend import (
     EngineQuestion,
     fastest_backend,
 )
-from crossover.serving.placement.placement_policy import Placement, with_context
+from crossover.serving.placement.placement_policy import Placement, with_settings
 from crossover.serving.registry import prepare_model
 from crossover.serving.registry.prepare_model import (
     Host,
@@ -69,7 +69,7 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
 ) -> None:
     model = ModelOptions(source="135m", threads=1, **options)
     facts = machine.facts()
-    request = with_context(find_model(model, machine, facts)[0], 2048)
+    request = with_settings(find_model(model, machine, facts)[0], context_tokens=2048)
     question = engine_question(model, request, machine)
     choice = question and fastest_backend(question, facts, machine.say, machine.progress)
     assert (choice and (choice.backend, choice.weight_format)) == expected
