@@ -123,7 +123,7 @@ def test_a_whole_campaign_finds_the_capacity_of_a_known_step_time_model(
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
     out = StringIO()
-    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=14, level=1.5)
+    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=22, level=2.0)
     with Progress(out, log_interval_seconds=1.0) as progress:
         folder = run(plan, tmp_path, progress, command=["test"])
     check_folder(folder)
