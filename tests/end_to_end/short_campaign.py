@@ -4,8 +4,6 @@ simulated with few requests: for campaigns in a process of their own.
     python -m tests.end_to_end.short_campaign campaign run campaign.toml
 """
 
-import sys
-
 import crossover
 from crossover.loadtests.campaign import next_measurement
 from tests.loadtests.capacity.few_requests import few_requests
@@ -15,4 +13,4 @@ WARMUP_SECONDS = 0.5  # answers of the servers here take less
 if __name__ == "__main__":
     next_measurement.MIN_WARMUP_SECONDS = WARMUP_SECONDS
     with few_requests():
-        sys.exit(crossover.main())
+        crossover.main()
