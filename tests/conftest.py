@@ -30,21 +30,20 @@ def has_gpu() -> bool:
         return False
 
 
-# Files that import torch and transformers (6 s of CPU), and convert: one worker does them all. With
-# `--heavy only` and `--heavy without`, `make test` collects them in one process and all others in
-# workers, which then need not import torch either.
+# Files whose tests import torch and transformers in their own process (6 s of CPU): one worker does
+# them all. With `--heavy only` and `--heavy without`, `make test` collects them in one process and
+# all others in workers, which then need not import torch either.
 HEAVY = (
     "tests/models/weights/test_convert_to_",
-    "tests/models/identity/test_resolve_model.py",
     "tests/models/shape/test_adding_a_family.py",
     "tests/models/shape/test_hf_config.py",
     "tests/models/text/test_chat_template.py",
     "tests/models/weights/test_folder_formats.py",
     "tests/models/weights/test_random_weights.py",
-    "tests/serving/backends/",
-    "tests/serving/hardware/test_memory.py",
-    "tests/serving/placement/test_fastest_backend.py",
-    "tests/serving/registry/test_best_for.py",
+    "tests/serving/backends/test_contract.py",
+    "tests/serving/backends/llama_cpp/test_contract.py",
+    "tests/serving/backends/onnx/test_contract.py",
+    "tests/serving/backends/torch/",
     "tests/serving/sampling/test_random_numbers.py",
     "tests/end_to_end/test_serve_engines.py",
 )
@@ -77,8 +76,11 @@ LONGEST = (
     "tests/end_to_end/test_own_model.py",
     "tests/end_to_end/test_campaign.py",
     "tests/serving/supervisor/test_overload.py",
+    "tests/serving/backends/llama_cpp/test_families.py",
     "tests/serving/supervisor/test_standby.py",
     "tests/serving/cli/test_serve.py",
+    "tests/serving/cli/test_engines.py",
+    "tests/serving/registry/test_registry.py",
     "tests/loadtests/campaign/test_server_launch.py",
     "tests/loadtests/load_generator/test_locust_process.py",
     "tests/loadtests/load_generator/test_conversations.py",

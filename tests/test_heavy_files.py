@@ -35,7 +35,7 @@ def test_each_file_is_heavy_or_not(
 def test_only_heavy_files_import_torch_when_they_are_collected() -> None:
     importing = {
         path.relative_to(TESTS.parent).as_posix()
-        for path in TESTS.rglob("test_*.py")
+        for path in [*TESTS.rglob("test_*.py"), *TESTS.rglob("conftest.py")]
         if re.search(r"^(import|from) (torch|transformers)\b", path.read_text(), re.M)
     }
     assert importing and all(path.startswith(HEAVY) for path in importing)

@@ -3,6 +3,7 @@ the declared packages and their bounds, the fixed top level.
 """
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -255,10 +256,10 @@ def declared() -> dict[str, list[Requirement]]:
     return requirements
 
 
-def imported_modules(source: str) -> set[str]:
+def imported_modules(tree: ast.AST) -> set[str]:
     """The top-level names of all modules that a source imports, also inside functions."""
     modules = set[str]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -267,8 +268,7 @@ def imported_modules(source: str) -> set[str]:
 
 
 def test_every_import_is_of_a_declared_package() -> None:
-    sources = [file.read_text() for file in product_files()]
-    modules = set[str]().union(*map(imported_modules, sources))
+    modules = set[str]().union(*map(imported_modules, parsed_product().values()))
     others = modules - set(sys.stdlib_module_names) - {*PACKAGES, "crossover"}
     assert {"numpy", "gevent", "ml_dtypes", "markupsafe"} <= others
     distributions = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in others}
@@ -289,11 +289,14 @@ def test_what_is_reached_into_has_an_upper_bound_that_the_pinned_version_keeps(n
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_fields_"}  # public, in spite of their names
 
 
-def product_files() -> list[Path]:
-    return [
+@functools.cache
+def parsed_product() -> dict[str, ast.Module]:
+    """Return the syntax tree of each of the product's files, by its path from the root."""
+    files = [
         *(ROOT / "crossover").glob("*.py"),
         *(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")),
     ]
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
 
 
 def private_names(tree: ast.AST) -> set[str]:
@@ -358,18 +361,16 @@ def test_the_scan_finds_private_parts_and_changed_classes() -> None:
 
 def test_every_private_part_of_another_package_is_listed() -> None:
     found = {
-        (str(file.relative_to(ROOT)), name)
-        for file in product_files()
-        for name in private_names(ast.parse(file.read_text()))
+        (file, name) for file, tree in parsed_product().items() for name in private_names(tree)
     }
     assert found == {*PRIVATE}
 
 
 def test_every_class_of_another_package_that_is_changed_is_listed() -> None:
     found = {
-        (str(file.relative_to(ROOT)), path)
-        for file in product_files()
-        for path in changed_classes(ast.parse(file.read_text()))
+        (file, path)
+        for file, tree in parsed_product().items()
+        for path in changed_classes(tree)
         if path not in MADE_TO_BE_DERIVED_FROM
     }
     assert found == {*CHANGED}

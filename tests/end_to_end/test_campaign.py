@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from crossover.loadtests.campaign import cell_runner, next_measurement
+from crossover.loadtests.campaign import cell_runner
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.campaign.campaign_runner import resume, run
 from crossover.loadtests.campaign.progress import Progress
@@ -40,7 +40,7 @@ from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests", "short_warmup")
 
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     """
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "crossover", "campaign", *arguments],
+            [sys.executable, "-m", "tests.end_to_end.short_campaign", "campaign", *arguments],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -119,10 +119,9 @@ def known(url: str, budget: float, level: float, more: str = "") -> Plan:
 
 @pytest.mark.clock
 def test_a_whole_campaign_finds_the_capacity_of_a_known_step_time_model(
-    truth_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    truth_server: Start, tmp_path: Path
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
-    monkeypatch.setattr(next_measurement, "MIN_WARMUP_SECONDS", 0.5)  # an answer takes a sixth
     out = StringIO()
     plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=22, level=2.0)
     with Progress(out, log_interval_seconds=1.0) as progress:

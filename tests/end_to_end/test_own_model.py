@@ -14,7 +14,7 @@ from crossover import cli
 from crossover.models.identity.model_ladder import packaged_file
 from tests.gguf_files import folder_of
 
-pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+pytestmark = pytest.mark.usefixtures("capacities_of_few_requests", "short_warmup")
 
 MODEL = "smollm2-135m-instruct"
 OWN = """
@@ -26,6 +26,7 @@ slo = "chat"
 workload = {{ prompt_tokens = 60, output_tokens = 6 }}
 [server]
 slots = 4
+cores = 1
 context_tokens = 512
 cache = "{cache}"
 [search]

@@ -7,6 +7,7 @@ weights are in 4 bits, which is why the questions are easy.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -58,6 +59,8 @@ def served(
     command = [sys.executable, "-m", "crossover", "serve", str(source), "--backend", backend]
     command += ["--format", weight_format, "--cache", str(cache / "cache"), "--port", "0"]
     command += ["--ready-file", str(ready), "--slots", "4", "--context", "1024", *options]
+    # One thread: beside other tests, a second one would mostly spin while it waits for the first.
+    command += ["--cores", str(min(os.sched_getaffinity(0)))]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             deadline = time.monotonic() + 160

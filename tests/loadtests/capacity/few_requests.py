@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-
-import pytest
+from unittest import mock
 
 from crossover.serving.capacity import simulated_capacity
 from crossover.serving.capacity.simulated_capacity import (
@@ -38,7 +37,9 @@ def server_of_few_requests(model: ServerModel, demand: Demand, count: int) -> Se
 @contextlib.contextmanager
 def few_requests() -> Iterator[None]:
     """Capacities are simulated with few requests meanwhile."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(simulated_capacity, "_simulated_capacity", capacity_of_few_requests)
-        patched.setattr(simulated_capacity, "_simulated_server", server_of_few_requests)
+    with mock.patch.multiple(
+        simulated_capacity,
+        _simulated_capacity=capacity_of_few_requests,
+        _simulated_server=server_of_few_requests,
+    ):
         yield

@@ -112,7 +112,17 @@ RUNAWAY = {
 }
 
 
-@pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
+# Each of these costs time, memory or compilation as another one does.
+FURTHER_RUNAWAY = ("macros that double", "doubling text", "many macros")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=name, marks=[pytest.mark.slow] * (name in FURTHER_RUNAWAY))
+        for name, source in RUNAWAY.items()
+    ],
+)
 def test_a_runaway_template_costs_bounded_time_and_memory_of_its_process(source: str) -> None:
     """And nearly none of this one, which serves other requests meanwhile."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

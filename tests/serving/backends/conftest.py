@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from crossover.models.shape.model_spec import ModelSpec
 from crossover.models.weights.random_weights import write_gguf
@@ -32,12 +31,25 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def threads_of_torch() -> Iterator[None]:
+    """The threads of PyTorch, which an engine changes, are as before after the test."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def make(request: pytest.FixtureRequest, gguf_file: Callable[..., Path]) -> Iterator[Make]:
     """Makes engines of the backend that the test's parameter `backend_name` names, else its folder,
-    of a path or, for llama_cpp, of a shape and a format."""
+    of a path or, for llama_cpp, of a shape and a format.
+    """
     parameters = getattr(request.node, "callspec", None)
     name = parameters.params.get("backend_name") if parameters is not None else None
-    name, opened, threads = name or request.path.parent.name, [], torch.get_num_threads()
+    name, opened = name or request.path.parent.name, []
+    if name == "torch":
+        request.getfixturevalue("threads_of_torch")
 
     def build(source: Path | str | ModelSpec = TINY_LLAMA, **settings: Any) -> Any:
         kind = settings.pop("kind", None) or backend_class(name)
@@ -54,4 +66,3 @@ def make(request: pytest.FixtureRequest, gguf_file: Callable[..., Path]) -> Iter
     yield build
     for backend in opened:
         backend.close()
-    torch.set_num_threads(threads)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from scipy import stats
 from scipy.special import log_softmax, softmax
 
 from crossover.serving.sampling.batch_sampler import sample
@@ -63,6 +62,8 @@ def assert_drawn_from(
     tokens: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64], least: int = 3
 ) -> None:
     """A chi-square test at 1e-4, rare tokens put together; probability 0 fails at once."""
+    from scipy.stats import chisquare  # a second to import, in every worker
+
     counts = np.bincount(tokens, minlength=len(probabilities)).astype(float)
     assert counts[probabilities == 0].sum() == 0, "a token was drawn that must not be"
     expected = probabilities * len(tokens)
@@ -73,7 +74,7 @@ def assert_drawn_from(
         observed, wanted = observed[:-1], [*wanted[:-2], wanted[-2] + wanted[-1]]
         observed[-1] += len(tokens) - sum(observed)
     assert len(wanted) >= least, "the test would hardly test anything"
-    assert stats.chisquare(observed, wanted, sum_check=False).pvalue > 1e-4
+    assert chisquare(observed, wanted, sum_check=False).pvalue > 1e-4
 
 
 # --- greedy

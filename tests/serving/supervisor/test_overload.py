@@ -38,7 +38,7 @@ def test_at_five_times_what_it_can_do_the_rest_is_refused_and_those_let_in_are_s
         run(scenario(server.port))
 
 
-@pytest.mark.parametrize("part", ["drain", "twice"])
+@pytest.mark.parametrize("part", ["drain", pytest.param("twice", marks=pytest.mark.slow)])
 def test_the_end_under_load(part: str) -> None:
     """What is in flight is finished and the rest gets a 503; after a second signal it is cut off.
 

@@ -5,7 +5,6 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from scipy.stats import kstest
 
 from crossover.serving.errors import WorkloadError
 from crossover.serving.workload.arrivals import (
@@ -55,6 +54,8 @@ def test_a_longer_level_starts_like_a_shorter_one(process):
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 3.0])
 def test_gamma_has_its_variation_and_starts_in_equilibrium(cv):
+    from scipy.stats import kstest  # a second to import, in every worker
+
     gaps = np.diff(due_times(Gamma(cv=cv), RATE, LONG, 2))
     shape = 1 / cv**2
     assert kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).statistic < 0.05
