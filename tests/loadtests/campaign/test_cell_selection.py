@@ -3,6 +3,7 @@ budget."""
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -58,6 +59,21 @@ def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
     assert why_not(plan.cells[0], plan.campaign, small) is None
     why = why_not(plan.cells[1], plan.campaign, small)
     assert why is not None and "llama-3.1-8b" in why and "GiB" in why
+
+
+def test_memory_is_predicted_without_checkpoints_where_prefixes_are_not_reused() -> None:
+    small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=1 << 30)
+
+    def state_mib(server: str) -> int:
+        plan = on_machine(
+            'name = "x"\nmodels = ["qwen3.5-4b"]\nbackends = ["llama_cpp"]\ndevices = ["cpu"]\n'
+            f"[server]\nslots = 4\n{server}"
+        )
+        found = re.search(r"state (\d+) MiB", why_not(plan.cells[0], plan.campaign, small) or "")
+        assert found is not None
+        return int(found[1])
+
+    assert state_mib("prefix_reuse = false") < state_mib("prefix_reuse = true")
 
 
 def test_more_cores_than_there_are() -> None:
