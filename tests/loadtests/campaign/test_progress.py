@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from io import StringIO
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from crossover.loadtests.campaign.campaign_file import parse_campaign
 from crossover.loadtests.campaign.campaign_text import show_run
 from crossover.loadtests.campaign.progress import Progress
-from tests.loadtests.campaign.simulated import Simulated, campaign
+from tests.loadtests.campaign.simulated import Simulated, campaign, rate_units_in
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
 
@@ -50,7 +49,8 @@ def test_a_terminal_has_a_line_a_cell_and_the_time_left() -> None:
 def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: Path) -> None:
     plan = campaign(480, models='["135m", "360m"]', search="confirm = 1")
     text = plan.text.replace("tpot_seconds = 0.2", "tpot_seconds = 0.2\ne2e_seconds = 30")
-    folder = Simulated().run(parse_campaign(text), tmp_path)
+    world = Simulated()
+    folder = world.run(parse_campaign(text), tmp_path)
     out = StringIO()
     show_run(folder, Console(file=out, width=160))
     output = out.getvalue()
@@ -60,7 +60,9 @@ def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: P
         *("--confirm", "To confirm the estimates, which takes about "),
     ):
         assert part in output, part
-    assert re.search(r" 1\.\d/s", output), "rates are in their unit"
+    units = rate_units_in(output)
+    assert len(units) == 1, "one unit for all rates"
+    assert rate_units_in(world.output.getvalue()) == units, "as in the log"
 
 
 def test_the_result_is_printed_though_nobody_reads_the_progress(capfd):
