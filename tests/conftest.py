@@ -182,14 +182,15 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 
 
 @pytest.fixture(scope="module")
-def capacities_of_few_requests() -> Iterator[None]:
-    """Capacities are simulated with few requests a rate (tests.loadtests.capacity.few_requests), so
-    that they vary by some 10 % with the seed in place of 2 %. For tests of what is done with a
-    capacity; those in tests/serving/capacity are of how exact it is.
+def capacities_of_few_requests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Capacities are simulated with few requests a rate (tests.loadtests.capacity.few_requests), or
+    with a module's FEW_REQUESTS, so that they vary by some 10 to 15 % with the seed in place of
+    2 %. For tests of what is done with a capacity; those in tests/serving/capacity are of how exact
+    it is.
     """
-    from tests.loadtests.capacity.few_requests import few_requests
+    from tests.loadtests.capacity.few_requests import FEW_REQUESTS, few_requests
 
-    with few_requests():
+    with few_requests(getattr(request.module, "FEW_REQUESTS", FEW_REQUESTS)):
         yield
 
 

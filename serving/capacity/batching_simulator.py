@@ -260,6 +260,7 @@ class Simulation:
             for rows in range(settings.slots + 1)
         ]
         self.settings = settings
+        self.slot_count = settings.slots
         count = len(due)
         prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
         cached = np.zeros(count) if cached_tokens is None else np.nan_to_num(cached_tokens)
@@ -355,9 +356,10 @@ class Simulation:
         """Run one step with prompts, or as many decode steps as pass until something else can
         happen; or wait for the next arrival. Return False if nothing is left to do."""
         arrivals, prefilling, decoding = self.arrivals, self.prefilling, self.decoding
-        has_arrival = arrivals and arrivals[0][0] <= self.now
         if self.preempted or (
-            has_arrival and len(decoding) + len(prefilling) < self.settings.slots
+            arrivals
+            and arrivals[0][0] <= self.now
+            and len(decoding) + len(prefilling) < self.slot_count
         ):
             self.admit()
         if prefilling:
@@ -404,7 +406,7 @@ class Simulation:
     def admit(self) -> None:
         """Give waiting requests free slots while the KV pool has room."""
         running = len(self.prefilling) + len(self.decoding)
-        while running < self.settings.slots:
+        while running < self.slot_count:
             if self.preempted:
                 request = self.preempted[-1]
             elif self.arrivals and self.arrivals[0][0] <= self.now:
@@ -457,10 +459,10 @@ class Simulation:
         first_seconds = self.decode_seconds[rows] + self.context_seconds * context_tokens
         growth = self.context_seconds * rows / 2
         seconds = steps * (first_seconds + growth * (steps - 1))
-        if rows < self.settings.slots and not self.preempted:
+        if rows < self.slot_count and not self.preempted:
             next_arrival = self.until_seconds
-            if arrivals:
-                next_arrival = min(next_arrival, arrivals[0][0])
+            if arrivals and arrivals[0][0] < next_arrival:
+                next_arrival = arrivals[0][0]
             if now < next_arrival <= now + seconds:
                 steps = _steps_until(next_arrival - now, first_seconds, growth, steps)
                 seconds = steps * (first_seconds + growth * (steps - 1))
@@ -478,25 +480,25 @@ class Simulation:
 
     def run_prefill_step(self) -> None:
         """Run one step: a token of each decoding request, and prompt tokens within the budget."""
-        prefilling, pending = self.prefilling, self.pending
+        prefilling, pending, decoding = self.prefilling, self.pending, self.decoding
+        rows = len(decoding)
         computable: Iterator[int] = map(pending.__getitem__, prefilling)
         if self.is_checkpointed:
             computable = map(self.until_checkpoint, prefilling)
-        piece_tokens = plan_step(computable, len(self.decoding), self.settings, self)
+        piece_tokens = plan_step(computable, rows, self.settings, self)
         pieces = list(zip(prefilling, piece_tokens, strict=False))  # (request, prompt tokens)
         prompt_tokens = sum(piece_tokens)
-        rows = len(self.decoding)
         if self.has_pool_limit and self.occupied_tokens + rows + prompt_tokens > self.pool_tokens:
             pieces = self.make_room(pieces)
             prompt_tokens = sum(tokens for _, tokens in pieces)
-            rows = len(self.decoding)
+            rows = len(decoding)
         extra_passes = len(pieces) - (rows == 0)
         began, context_tokens = self.now, self.context_tokens
         step_seconds = self.decode_seconds[rows]
         if self.product_seconds:
-            device_seconds = self.device_seconds(rows, rows + prompt_tokens)
+            device_seconds = self.row_seconds[rows] + self.product_seconds[rows + prompt_tokens]
             step_seconds = max(device_seconds, self.host_seconds[rows])
-        self.now += (
+        now = began + (
             step_seconds
             + self.prompt_seconds * prompt_tokens
             + self.context_seconds * context_tokens
@@ -504,30 +506,30 @@ class Simulation:
         )
         work = self.work
         if self.expert_seconds:
-            self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
+            now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
         if self.pair_seconds:
-            token_pairs = sum(
-                pairs_of(tokens, self.prompt_tokens[request] - pending[request])
-                for request, tokens in pieces
-            )
-            self.now += self.pair_seconds * token_pairs
+            token_pairs = 0.0
+            for request, tokens in pieces:
+                token_pairs += pairs_of(tokens, self.prompt_tokens[request] - pending[request])
+            now += self.pair_seconds * token_pairs
             work.token_pairs += token_pairs
         work.steps += 1
         work.rows += rows
         work.prompt_tokens += prompt_tokens
         work.context_tokens += context_tokens
         work.extra_passes += extra_passes
-        work.seconds += self.now - began
+        work.seconds += now - began
+        self.now = now
         if rows:
             self.step += 1
-        self.context_tokens = context_tokens + rows
-        self.reserved_tokens += rows
+            self.context_tokens = context_tokens + rows
+            self.reserved_tokens += rows
         self.kv_tokens += rows + prompt_tokens
         for request, tokens in pieces:
-            pending[request] -= tokens
+            left = pending[request] = pending[request] - tokens
             if self.is_checkpointed:
                 self.save_checkpoint(request)
-            if not pending[request]:
+            if not left:
                 self.begin_decoding(request)
 
     def begin_decoding(self, request: int) -> None:
@@ -643,7 +645,7 @@ class Simulation:
     def row_costs(self, rows: int) -> tuple[float, float]:
         context_seconds = self.context_seconds * self.context_tokens
         full_step_seconds = self.decode_seconds[-1] + context_seconds
-        return self.decode_seconds[rows] + context_seconds, full_step_seconds / self.settings.slots
+        return self.decode_seconds[rows] + context_seconds, full_step_seconds / self.slot_count
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
         """Return the prompt tokens that take this long: as whole prompts of the mean length, each

@@ -46,8 +46,8 @@ def plan_step(
     `pending`: the tokens that each prompt has still to compute, oldest prompt first.
     """
     remaining = settings.step_tokens - rows
-    if rows:
-        remaining = min(remaining, prefill_budget(rows, settings, costs))
+    if rows and (budget := prefill_budget(rows, settings, costs)) < remaining:
+        remaining = budget
     pieces: list[int] = []
     for tokens in pending:
         piece = tokens
@@ -72,11 +72,11 @@ def prefill_budget(rows: int, settings: SchedulerSettings, costs: StepCosts) -> 
     if settings.step_seconds_target is None:
         return settings.prefill_tokens
     decode_seconds, cheapest_row_seconds = costs.row_costs(rows)
-    seconds = max(
-        settings.step_seconds_target - decode_seconds,
-        PREFILL_SHARE * decode_seconds,
-        PREFILL_WORTH * (decode_seconds / rows - cheapest_row_seconds),
-    )
+    seconds = settings.step_seconds_target - decode_seconds
+    if (share := PREFILL_SHARE * decode_seconds) > seconds:
+        seconds = share
+    if (worth := PREFILL_WORTH * (decode_seconds / rows - cheapest_row_seconds)) > seconds:
+        seconds = worth
     tokens = costs.prompt_tokens_in(seconds)
     if tokens is None or tokens >= settings.prefill_tokens:
         return settings.prefill_tokens

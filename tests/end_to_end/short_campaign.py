@@ -12,5 +12,5 @@ WARMUP_SECONDS = 0.5  # answers of the servers here take less
 
 if __name__ == "__main__":
     next_measurement.MIN_WARMUP_SECONDS = WARMUP_SECONDS
-    with few_requests():
+    with few_requests(500):
         crossover.main()

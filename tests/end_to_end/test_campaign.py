@@ -41,6 +41,7 @@ from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests", "short_warmup")
+FEW_REQUESTS = 500  # a rate: beside a real engine
 
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from crossover.models.identity.model_ladder import packaged_file
 from tests.gguf_files import folder_of
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests", "short_warmup")
+FEW_REQUESTS = 500  # a rate: beside a real engine
 
 MODEL = "smollm2-135m-instruct"
 OWN = """

@@ -22,6 +22,7 @@ from crossover.reports.report_data import read_report
 from tests.reports.runs import shown
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+FEW_REQUESTS = 500  # a rate: with fewer, the searches of conversations take longer
 
 RUNS = Path(__file__).parents[1] / "bench" / "runs" / "truth-sessions.tar.xz"
 NAME = "SmolLM2-135M-Instruct.Q4_1 on the CPU"

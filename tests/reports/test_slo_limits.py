@@ -59,6 +59,7 @@ from crossover.serving.capacity.slo import LIMITED_TIMES, Slo
 from crossover.serving.workload.request_lengths import Workload
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+FEW_REQUESTS = 500  # a rate: fewer vary too much
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(preset="chat")

@@ -48,7 +48,7 @@ from crossover.serving.capacity.simulated_capacity import (
 from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after, rate_units_in
-from tests.loadtests.capacity import few_requests
+from tests.loadtests.capacity.few_requests import few_requests
 from tests.loadtests.capacity.known_server import KnownServer
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
@@ -478,10 +478,8 @@ def _record_of(folder: Path) -> tuple[list[Event], Campaign, Cell, list[Level]]:
     return run.events, plan, cell, levels_of(run)
 
 
-def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(few_requests, "FEW_REQUESTS", 1_000)  # a tenth of fewer varies too much
+@few_requests(1_000)  # a tenth of fewer varies too much
+def test_long_prompts_that_meet_the_slo_alone_contradict_the_model(tmp_path: Path) -> None:
     world = serving_long_prompts(cost=0.4)
     folder = world.run(a_tenth_of_prompts_is_long(1.42), tmp_path)
     check_folder(folder)
@@ -549,6 +547,7 @@ def test_the_users_without_prompt_cache_are_those_of_a_server_without_one() -> N
     assert with_less_reuse(measured, slots, demand, campaign.slo).users_without_prompt_cache is None
 
 
+@few_requests(500)
 def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_path: Path) -> None:
     """The estimate is that of the known steps, in requests/s and in users; the levels are at rates
     of requests, and wait until late turns come."""

@@ -16,30 +16,23 @@ from crossover.serving.capacity.simulated_capacity import (
 )
 from crossover.serving.capacity.slo import Slo
 
-FEW_REQUESTS = 500  # in place of 8,000, and of 2,000 where the product is quick
+FEW_REQUESTS = 250  # in place of 8,000, and of 2,000 where the product is quick
 
-_simulated_capacity = simulated_capacity._simulated_capacity.__wrapped__
-_simulated_server = simulated_capacity._simulated_server.__wrapped__
-
-
-@functools.lru_cache(maxsize=512)
-def capacity_of_few_requests(
-    model: ServerModel, demand: Demand, slo: Slo, requests: int
-) -> SimulatedCapacity:
-    return _simulated_capacity(model, demand, slo, min(requests, FEW_REQUESTS))
-
-
-@functools.lru_cache(maxsize=1024)
-def server_of_few_requests(model: ServerModel, demand: Demand, count: int) -> Server:
-    return _simulated_server(model, demand, min(count, FEW_REQUESTS))
+_capacity = functools.lru_cache(maxsize=512)(simulated_capacity._simulated_capacity.__wrapped__)
+_server = functools.lru_cache(maxsize=1024)(simulated_capacity._simulated_server.__wrapped__)
 
 
 @contextlib.contextmanager
-def few_requests() -> Iterator[None]:
-    """Capacities are simulated with few requests meanwhile."""
+def few_requests(count: int = FEW_REQUESTS) -> Iterator[None]:
+    """Capacities are simulated with at most so many requests a rate meanwhile."""
+
+    def capacity(model: ServerModel, demand: Demand, slo: Slo, requests: int) -> SimulatedCapacity:
+        return _capacity(model, demand, slo, min(requests, count))
+
+    def server(model: ServerModel, demand: Demand, requests: int) -> Server:
+        return _server(model, demand, min(requests, count))
+
     with mock.patch.multiple(
-        simulated_capacity,
-        _simulated_capacity=capacity_of_few_requests,
-        _simulated_server=server_of_few_requests,
+        simulated_capacity, _simulated_capacity=capacity, _simulated_server=server
     ):
         yield

@@ -34,6 +34,7 @@ from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
 from tests.loadtests.levels.made import single_streams, steady_level, taken
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+FEW_REQUESTS = 500  # a rate: the capacities below are of so many
 
 SLO = Slo("chat", ttft_seconds=2.0, tpot_seconds=0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)

@@ -25,6 +25,7 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.request_lengths import Workload
 
 pytestmark = pytest.mark.usefixtures("capacities_of_few_requests")
+FEW_REQUESTS = 500  # a rate: fewer vary too much where few meet the SLO
 
 # As SmolLM2-135M on two cores: its longest prompts take 1.6 s of the 2 s alone.
 STEP_TIMES = StepTimeModel(
