@@ -31,7 +31,7 @@ def test_cpu_time_of_a_file_includes_its_children_and_is_the_sum_of_all_runs(
             check=True,
         )
         wall, cpu = read_times(times)["test_busy.py"]
-        assert min(wall, cpu) >= 0.6 * number
+        assert min(wall, cpu) >= 0.55 * number  # of 0.6, in ticks of 0.01 s
     assert read_times(times, times)["test_busy.py"][1] == 2 * cpu
     rows = [line.split(" | ")[0] for line in table(read_times(times)).splitlines()]
     assert rows[2:] == ["| test_busy.py", "| test_idle.py", "| all 2 files"]
