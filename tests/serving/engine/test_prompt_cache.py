@@ -3,6 +3,8 @@ that was stored or restored wrongly gives wrong tokens.
 """
 
 import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
