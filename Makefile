@@ -72,8 +72,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TIMED) --heavy without -n 4 --dist loadfile -m "$$ordinary"; status=$$?; \
 	wait $$heavy; heavy_status=$$?; echo "== the files that import torch"; cat $(HEAVY_LOG); \
 	exit $$(( status ? status : heavy_status ))
-	@echo "== tests that measure times: two at a time, since they mostly wait, then one by one"
-	$(BIN)/python -m pytest $(TIMED) -n 2 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+	@echo "== tests that measure times: three at a time, since they mostly wait, then one by one"
+	$(BIN)/python -m pytest $(TIMED) -n 3 --dist loadfile -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 	$(BIN)/python -m pytest $(TIMED) -m "quiet_machine and not slow" $$(grep -rl "mark\.quiet_machine" tests --include="test_*.py")
 	@echo "== seconds per file"
 	@$(BIN)/python -m tests.time_per_file $(TIMES) $(HEAVY_TIMES)
