@@ -12,8 +12,9 @@ With --shares, the levels are at these shares of the estimate, and none follows.
 The truth is found in two steps. First the factor on all step times is found at which those levels,
 simulated with their own arrivals and lengths, have together as many requests that meet the SLO as
 were measured. Then the rate is simulated at which the long-run SLO attainment with that factor
-equals the target. Beside it stands the plain reading of the levels: where a straight line through
-their SLO attainment against ln(rate) meets the target. A row is a cell; the last lines are the
+equals the target. Of conversations, it is simulated with as many turns as the product's capacities,
+since longer loads are likelier to end in a collapse that lasts. Beside it stands the plain reading
+of the levels: where a straight line through their SLO attainment against ln(rate) meets the target. A row is a cell; the last lines are the
 criteria.
 """
 
@@ -40,6 +41,7 @@ from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_
 from crossover.loadtests.records.run_folder import RunRecords, read_records
 from crossover.serving.capacity.batching_simulator import Simulated, simulate
 from crossover.serving.capacity.simulated_capacity import (
+    REQUESTS,
     Demand,
     PrefixReuse,
     ServerModel,
@@ -159,7 +161,8 @@ def truth_of(
         good = sum(_simulated_good(slower, one, slo, workload) for one in levels)
         low, high = (middle, high) if good > measured else (low, middle)
     fitting = server.slower(math.exp((low + high) / 2))
-    return fitting.capacity(Demand(workload, campaign.arrivals), slo, 20_000).rate
+    requests = REQUESTS if workload.has_sessions else 20_000
+    return fitting.capacity(Demand(workload, campaign.arrivals), slo, requests).rate
 
 
 def _simulated_good(server: ServerModel, level: Level, slo: Slo, workload: Workload) -> int:
@@ -279,16 +282,15 @@ def main() -> None:
         first, *later = map(read_records, folders)
         rows.append(compared(first, later))
     if options.campaign is not None:
-        machine = Host()
-        with Progress() as progress:
-            plan = on_this_machine(
-                read_campaign(options.campaign), machine, machine.facts(), progress
-            )
+        plan, machine = read_campaign(options.campaign), Host()
         changes = {"slots": options.slots, "prompt_cache": options.prompt_cache}
         changes = {name: value for name, value in changes.items() if value is not None}
         server = msgspec.structs.replace(plan.campaign.server, **changes)
         campaign = msgspec.structs.replace(plan.campaign, server=server)
-        plan = msgspec.structs.replace(plan, campaign=campaign)
+        with Progress() as progress:
+            plan = on_this_machine(
+                msgspec.structs.replace(plan, campaign=campaign), machine, machine.facts(), progress
+            )
         keys = [cell.key for cell in plan.cells]
         if not any(part in key for part in options.cells or [""] for key in keys):
             raise SystemExit(f"no cell is called {' or '.join(options.cells)}: {', '.join(keys)}")
