@@ -14,8 +14,8 @@ simulated with their own arrivals and lengths, have together as many requests th
 were measured. Then the rate is simulated at which the long-run SLO attainment with that factor
 equals the target. Of conversations, it is simulated with as many turns as the product's capacities,
 since longer loads are likelier to end in a collapse that lasts. Beside it stands the plain reading
-of the levels: where a straight line through their SLO attainment against ln(rate) meets the target. A row is a cell; the last lines are the
-criteria.
+of the levels: where a straight line through their SLO attainment against ln(rate) meets the target.
+A row is a cell; the last lines are the criteria.
 """
 
 from __future__ import annotations
