@@ -342,7 +342,9 @@ class CampaignSession:
             journal.CellStarted(cell=state.key, block=block, until_seconds=until_seconds)
         )
         number = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
-        self._progress.say(
-            f"{position}{number}: measuring for at most {formatting.duration(seconds)}"
-        )
+        what = f"for at most {formatting.duration(seconds)}"
+        if rates := self._campaign.search.rates:  # all are measured, however long that takes
+            noun = "rate" if len(rates) == 1 else f"{len(rates)} rates"
+            what = f"the campaign's {noun}"
+        self._progress.say(f"{position}{number}: measuring {what}")
         return cell_block

@@ -501,7 +501,9 @@ def test_where_single_requests_miss_the_slo_the_answer_says_what_would_help(
 
 
 def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
-    folder = Simulated().run(campaign(search="rates = [1.5, 0.5]\nlevel_seconds = 20"), tmp_path)
+    world = Simulated()
+    folder = world.run(campaign(search="rates = [1.5, 0.5]\nlevel_seconds = 20"), tmp_path)
+    assert "measuring the campaign's 2 rates" in world.output.getvalue()
     check_folder(folder)
     assert rates(folder) == [1.5, 0.5]
     assert [one.plan.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
