@@ -181,23 +181,37 @@ def check_prompt_cache(
     *values: Any,
     context_tokens: int = 256,
     cached: dict[str, Any] | None = None,
+    tie: Tie | None = None,
 ) -> None:
     """Conversations of nine users, two of whom ask at a time: with three slots and a prompt cache,
     the answers and the computed tokens are those of a slot for each user.
 
-    `values`: of `make`. `cached`: further settings of the engine with the prompt cache.
+    `values`: of `make`. `cached`: further settings of the engine with the prompt cache. `tie`: with
+    other slots, a batch may be rounded otherwise, so that an answer has another token of a tie. The
+    rest of that conversation has another history.
     """
     size = 48 << 20
     settings = {"context_tokens": context_tokens, **(cached or {})}
     with_cache = _converse(make(*values, slots=3, prompt_cache_bytes=size, **settings), size)
     with_slots = _converse(make(*values, slots=9, context_tokens=context_tokens), 0)
-    assert [turn.answer for turn in with_cache] == [turn.answer for turn in with_slots]
-    later_turns = slice(9, None)
-    assert with_cache[later_turns] == with_slots[later_turns]
+    users_with_ties = set[int]()
+    for number, (turn, expected) in enumerate(zip(with_cache, with_slots, strict=True)):
+        if turn.user in users_with_ties:
+            continue
+        if number >= 9:  # a later turn of a conversation
+            assert turn.computed_tokens == expected.computed_tokens
+        for at, (one, other) in enumerate(zip(turn.answer, expected.answer, strict=True)):
+            if one != other:
+                prefix = [*turn.prompt, *turn.answer[:at]]
+                assert tie is not None and tie(prefix, one, other), (number, at)
+                users_with_ties.add(turn.user)
+                break
+    assert len(users_with_ties) < 3, "ties are rare"
 
 
 class _Turn(NamedTuple):
     user: int
+    prompt: list[int]
     answer: list[int]
     computed_tokens: int  # of its prompt
 
@@ -223,8 +237,10 @@ def _converse(backend: Backend, prompt_cache_bytes: int) -> list[_Turn]:
                         cached_tokens[delta.id] = delta.cached_tokens
             for user in users:
                 answer = [int(token) for token in text[user].split()]
-                turns.append(_Turn(user, answer, len(histories[user]) - cached_tokens[user]))
-                histories[user] += answer + prompt_of(backend, 12, 800 + 9 * number + user)
+                prompt = histories[user]
+                turns.append(_Turn(user, prompt, answer, len(prompt) - cached_tokens[user]))
+                added = prompt_of(backend, 12, 800 + 9 * number + user)
+                histories[user] = [*prompt, *answer, *added]
     stats = scheduler.stats().prompt_cache
     assert (stats is not None and stats.restored_tokens > 0) == (prompt_cache_bytes > 0)
     return turns

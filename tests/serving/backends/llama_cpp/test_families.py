@@ -129,7 +129,14 @@ def test_a_family_answers_alike_with_a_prompt_cache_and_with_a_slot_for_each_use
     name: str, make: Make, tmp_path: Path
 ) -> None:
     file = write_family(name, tmp_path, sizes_of(name))
-    check_prompt_cache(make, file, context_tokens=CONTEXT)
+    unbatched = make(file, slots=SLOTS, context_tokens=CONTEXT)
+
+    def tie(prefix: Sequence[int], one: int, other: int) -> bool:
+        """A router may have chosen otherwise at an earlier token in either of the two, of which the
+        one that did not answers as the prefix alone."""
+        return name in ROUTED and generate(unbatched, prefix, 1)[0] in (one, other)
+
+    check_prompt_cache(make, file, context_tokens=CONTEXT, tie=tie)
 
 
 @pytest.mark.parametrize("name", NAMES)
