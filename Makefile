@@ -40,7 +40,7 @@ PACKAGES = models serving loadtests reports
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
-	@echo "  make test            run the tests, and print the time of each file (4 minutes on 2 quiet cores)"
+	@echo "  make test            run the tests, and print the time of each file (4 minutes on 2 fast cores, 12 on slow ones)"
 	@echo "  make test-slow       run further cases of the same promises: architectures, formats, seeds"
 	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"

@@ -496,7 +496,7 @@ class Simulation:
         began, context_tokens = self.now, self.context_tokens
         step_seconds = self.decode_seconds[rows]
         if self.product_seconds:
-            device_seconds = self.row_seconds[rows] + self.product_seconds[rows + prompt_tokens]
+            device_seconds = self.device_seconds(rows, rows + prompt_tokens)
             step_seconds = max(device_seconds, self.host_seconds[rows])
         now = began + (
             step_seconds
